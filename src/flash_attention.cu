@@ -1,11 +1,11 @@
 // The C ABI: find or register a kernel by its name, check the device, launch.
 //
-// Every function returns 0, or an error whose text flash_last_error() gives. Which launches a call
-// consists of is the caller's to say (py/flash_helpers/registry/call.py), and shapes, types and
-// alignment are the caller's to check (py/flash_helpers/runtime): nothing here knows what a kernel
-// computes. A tensor is rank, element type, shape, strides and address. Checking takes Python
-// longer than launching, so that a call that was checked once can be repeated from here
-// (flash_ready), for tensors that differ from those in their addresses alone.
+// A function that can fail returns 0, or 1 and an error whose text flash_last_error() gives. The
+// caller decides which launches a call consists of (py/flash_helpers/registry/call.py), and checks
+// shapes, types and alignment (py/flash_helpers/runtime). Nothing here knows what a kernel
+// computes: a tensor is rank, element type, shape, strides and address. In Python a check takes
+// longer than a launch. So a call that was checked once can be repeated from here (flash_ready),
+// for tensors that differ from the checked ones in their addresses alone.
 
 #include "dlpack_exchange.h"
 #include "flash_attention.cuh"
@@ -29,11 +29,11 @@
 #include "registered_kernel.h"
 #endif
 
-// One launch. The kernel's one parameter follows it in memory: a caller has only the stream and the
-// addresses to write into bytes that are otherwise ready, and hands over one pointer.
+// One launch. The kernel's only parameter follows it in memory. So a caller writes just the stream
+// and the addresses into bytes that are otherwise ready, and hands over one pointer.
 struct FlashLaunch {
     void *stream;
-    int kernel; // its number, as of flash_kernel_name
+    int kernel; // its number, as flash_kernel_name takes it
     int device;
     unsigned int grid[3], cluster[3]; // blocks in x, y, z
     unsigned int n_threads; // per block
@@ -49,12 +49,12 @@ struct FlashTensor {
     int is_output;
     int64_t shape[kMaxRank];
     int64_t strides[kMaxRank]; // elements
-    uint64_t span_bytes; // from the first byte to the one behind the last
-    uint64_t member; // where its address belongs, from the FlashLaunch on; 0 for none
+    uint64_t span_bytes; // from the first byte to the end of the last
+    uint64_t member; // where its address goes, in bytes from the FlashLaunch; 0 for none
 };
 
-// Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
-// rank - 1 strides.
+// A tensor and its boxes for TMA, as cuTensorMapEncodeTiled takes them. rank: the number of dims
+// and of sizes of a box; there are rank - 1 strides.
 struct FlashTensorMap {
     unsigned int rank;
     unsigned int type; // a CUtensorMapDataType
@@ -64,19 +64,19 @@ struct FlashTensorMap {
     uint64_t strides[4]; // bytes, of all dimensions but the innermost
 };
 
-// A tensor map of one of the tensors, by its number, and where it belongs, from the FlashLaunch on.
+// A tensor map of the tensor with this number. member: its place, in bytes from the FlashLaunch.
 struct FlashBoundMap {
     uint64_t member;
     uint64_t tensor;
     FlashTensorMap map;
 };
 
-// A launch that is ready. In memory follow n_tensors FlashTensor, n_maps FlashBoundMap, the
-// FlashLaunch and the kernel's parameter.
+// A launch that is ready. It is followed in memory by n_tensors FlashTensor, n_maps FlashBoundMap,
+// the FlashLaunch and the kernel's parameter.
 struct FlashReady {
     const DLPackExchangeAPI *exchange; // describes the tensors
     DLDevice device;
-    unsigned int alignment; // bytes that tensors begin at multiples of
+    unsigned int alignment; // bytes; tensors begin at multiples of it
     unsigned int n_tensors;
     uint64_t n_maps;
     uint64_t launch_bytes; // of the FlashLaunch and the parameter
@@ -116,12 +116,12 @@ int check(cudaError_t status, const char *what) {
     if (status == cudaSuccess) {
         return 0;
     }
-    cudaGetLastError(); // a launch error is reported once, not again by somebody else's call
+    cudaGetLastError(); // so that the next call does not report this error again
     return fail(std::string(what) + ": " + cudaGetErrorString(status) + " (" +
                 cudaGetErrorName(status) + ")");
 }
 
-// Makes `device` current for a scope; the caller's device comes back whatever happens.
+// Makes `device` current for a scope; the end of the scope restores the caller's device.
 class DeviceGuard {
   public:
     int set(int device) {
@@ -145,14 +145,14 @@ class DeviceGuard {
     bool changed_ = false;
 };
 
-constexpr int kRememberedDevices = 64; // on those beyond, a kernel is prepared at every launch
+constexpr int kRememberedDevices = 64; // on further ones a kernel is prepared at every launch
 
 // A kernel from a map, a sweep or a compiler.
 class FlashKernel {
   public:
     explicit FlashKernel(const Kernel &kernel) : kernel_(kernel) {}
 
-    // What the runtime launches. A kernel is loaded when it is asked for first.
+    // Finds the function that the runtime launches. The first call loads the kernel.
     int function(const void **found) {
         const std::lock_guard lock(mutex_);
         if (function_ == nullptr) {
@@ -165,7 +165,8 @@ class FlashKernel {
     }
     const char *name() const { return kernel_.name; }
 
-    // By device: the most dynamic shared memory that a launch may ask for, as `prepare` set it.
+    // For each device, the bytes of dynamic shared memory that a launch may ask for, as `prepare`
+    // set them.
     std::array<std::atomic<unsigned int>, kRememberedDevices> allowed_bytes = {};
 
   private:
@@ -200,8 +201,8 @@ class FlashKernel {
     const void *function_ = nullptr;
 };
 
-// All kernels, numbered from 0 in the order in which they came: those of the maps by their names,
-// then those that were registered.
+// All kernels, numbered from 0: first those of the maps, in the order of their names, then those
+// that were registered, in the order in which they came.
 class Registry {
   public:
     Registry() {
@@ -227,7 +228,7 @@ class Registry {
         const std::shared_lock lock(mutex_);
         return static_cast<int>(kernels_.size());
     }
-    // Null for a number that is none.
+    // Null for a number that no kernel has.
     FlashKernel *at(int number) {
         const std::shared_lock lock(mutex_);
         const bool exists = 0 <= number && number < static_cast<int>(kernels_.size());
@@ -236,7 +237,7 @@ class Registry {
 
   private:
     std::shared_mutex mutex_;
-    std::deque<FlashKernel> kernels_; // which stay where they are
+    std::deque<FlashKernel> kernels_; // a deque: kernels stay where they are
 };
 
 Registry &registry() {
@@ -253,11 +254,12 @@ int find(int number, FlashKernel **kernel) {
     return 0;
 }
 
-// Lets a kernel have so much dynamic shared memory on the current device, whose number `device` is.
-// More than 48 KiB needs an attribute, of kernel and device, which is set by the first launch there
-// and not again. It costs no stream operation and is allowed while a graph is captured.
+// Lets a kernel have `shared_bytes` bytes of dynamic shared memory on the current device, whose
+// number is `device`. More than 48 KiB needs an attribute of the kernel on this device, which the
+// first launch there sets. Setting it costs no stream operation and is allowed while a graph is
+// captured.
 int prepare(FlashKernel &kernel, const void *function, unsigned int shared_bytes, int device) {
-    static std::mutex one_at_a_time; // or a smaller size, set later, would undo a larger one
+    static std::mutex one_at_a_time; // else a smaller size, set later, would undo a larger one
     std::atomic<unsigned int> *allowed =
         device < kRememberedDevices ? &kernel.allowed_bytes[device] : nullptr;
     if (allowed != nullptr && shared_bytes <= allowed->load()) {
@@ -323,15 +325,15 @@ FLASH_EXPORT int flash_kernel_count() {
     return registry().size();
 }
 
-// Null for a number that is none.
+// Null for a number that no kernel has.
 FLASH_EXPORT const char *flash_kernel_name(int number) {
     FlashKernel *kernel = registry().at(number);
     return kernel == nullptr ? nullptr : kernel->name();
 }
 
-// Makes a kernel of an image, a fatbin, a cubin or PTX, that holds it under `symbol`; name, symbol
-// and image stay where they are for as long as the process lives. Returns the kernel's number. The
-// image is looked at when the kernel is launched first.
+// Adds a kernel from an image (a fatbin, a cubin or PTX) that holds it under `symbol`, and returns
+// the kernel's number. name, symbol and image must stay where they are for as long as the process
+// lives. The image is loaded when the kernel is first used.
 FLASH_EXPORT int flash_register(const char *name, const char *symbol, const void *image) {
     return registry().add({name, symbol, image});
 }
@@ -368,12 +370,12 @@ FLASH_EXPORT int flash_launch(const FlashLaunch *launch) {
     return check(cudaLaunchKernelExC(&config, function, parameters), "cudaLaunchKernelExC");
 }
 
-// Whether PyTorch's table has the layout and the functions that the others here count on.
+// Whether PyTorch's table has the layout and the functions that the calls here rely on.
 FLASH_EXPORT int flash_knows_exchange(const DLPackExchangeAPI *exchange) {
     return exchange->version.major == 1 && exchange->dltensor_from_py_object_no_sync != nullptr;
 }
 
-// The 128 bytes of a CUtensorMap for a tensor at `address`, to be put among the arguments.
+// Writes the 128 bytes of a CUtensorMap for a tensor at `address` to `encoded`.
 FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *address, void *encoded) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
     static void *const entry = [] {
@@ -401,8 +403,8 @@ FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *addres
                                          std::to_string(status) + ")");
 }
 
-// Whether the tensors are those that `ready` is for, and no output overlaps another tensor. If so,
-// `launch` is filled with what flash_launch takes.
+// Whether `ready` is for tensors like these, and no output overlaps another tensor. If so, fills
+// `launch` with what flash_launch takes.
 FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, char *launch) {
     const unsigned int count = ready->n_tensors;
     const FlashTensor *wanted = ready->tensors();
@@ -416,7 +418,7 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
         begin[i] = reinterpret_cast<uint64_t>(found.data) + found.byte_offset;
         const size_t bytes = sizeof(int64_t) * wanted[i].rank;
         if (found.device != ready->device || found.dtype != wanted[i].dtype ||
-            found.ndim != wanted[i].rank || found.data == nullptr || // of a tensor without memory
+            found.ndim != wanted[i].rank || found.data == nullptr || // it has no memory
             std::memcmp(found.shape, wanted[i].shape, bytes) != 0 ||
             std::memcmp(found.strides, wanted[i].strides, bytes) != 0 ||
             begin[i] % ready->alignment != 0) {
@@ -456,8 +458,8 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
     return true;
 }
 
-// A Python function of the tensors: whether it launched. If not, which has no effect, the caller
-// finds out why. ready: bytes, a FlashReady and what follows.
+// Returns a Python function of the tensors, which returns whether it launched. If it did not,
+// nothing has happened, and the caller finds out why. ready: bytes, a FlashReady with its tail.
 FLASH_EXPORT PyObject *flash_ready(PyObject *ready) {
     static PyMethodDef method = {
         "launch",
@@ -514,7 +516,7 @@ FLASH_EXPORT int flash_kernel_resources(int number, int n_threads, int shared_by
     return 0;
 }
 
-// What flash_mma_loop launches on `device`: as many blocks as run there at a time.
+// Describes what flash_mma_loop launches on `device`: as many thread blocks as run there at once.
 FLASH_EXPORT int flash_mma_loop_describe(int iterations, int device, FlashMmaLoop *loop) {
     if (iterations < 1) {
         return fail("iterations " + std::to_string(iterations) + " must be at least 1");
@@ -530,8 +532,8 @@ FLASH_EXPORT int flash_mma_loop_describe(int iterations, int device, FlashMmaLoo
     return 0;
 }
 
-// mma.sync back to back on registers. sums: on the device, a float for each thread of each block.
-// Launches on `stream` of `device`, without waiting.
+// Executes mma.sync back to back on registers. sums: on the device, one float per thread of each
+// thread block. Launches on `stream` of `device`, without waiting.
 FLASH_EXPORT int flash_mma_loop(DType dtype, int iterations, float *sums, int device,
                                 void *stream) {
     FlashMmaLoop loop;

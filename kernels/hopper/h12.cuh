@@ -2,27 +2,27 @@
 // Step 12 of the hopper family: an optimistic maximum. Parent: h11.
 //
 // What changed
-//   1. m is the maximum of a tile's first block, and stays. Exponentials need no maximum of their
-//      own block; what is looked at is their sum, afterwards.
-//   2. Where a lane's sum of a block is over 2^15, so that P might not fit in fp16, the warp
-//   divides
-//      P, l and O by a power of two, and adds it to m.
-//   3. Where a row has left the range of fp32, the warp computes its rows again, at the end.
+//   1. m is the maximum of a tile's first block of keys, and stays. The exponentials of later
+//      blocks need no maximum: the kernel checks their sum afterwards.
+//   2. If a lane's sum over a block exceeds 2^15, P might not fit in fp16. The warp then multiplies
+//      P, l and O by 2^-k and adds k to m. k is log2 of l, at least 0 and rarely an integer.
+//   3. If a row has left the range of fp32, the warp computes its rows again at the end.
 //
-// Why: 64 FMNMX per thread and block, at half rate, before the first exponential can begin. Now
-// exponentials begin as soon as S is there. Bound: a lane adds up P >= 0, so each P <= 2^15 < 65504
-// when it is rounded. In either type rounding is relative, so that the size of P does not matter.
-// If S · scale exceeds m by 128 in a block, P is infinite, and so is l, or not a number: no finite
-// sum can come of it. O is looked at too, since 2^15 · V may be infinite where V is not.
-//
-// Expected: tensor cores 92% busy at 16384 instead of 87%; nothing at 512.
+// Why: h11 executes 64 FMNMX per thread and block of keys, at half rate, before the first
+// exponential. Now the exponentials begin as soon as S is there. Bound: P >= 0, so each P is at
+// most the lane's sum, 2^15 < 65504, when it is rounded. Rounding is relative in both types, so the
+// size of P does not matter. If S · scale exceeds m by 128, P is infinite, and l is infinite or
+// NaN: no finite sum can come of it. O is checked too, since 2^15 · V may be infinite where V is
+// not.
+// Expected: tensor cores 92% busy at length 16384 instead of 87%, as in a test kernel on an H100,
+// written before this step; nothing at length 512.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 801,
 // 2.10. Cost: 168 registers per thread, 192 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a gain from length 2048, none at 512.
+// Verdict: 3.3% faster than h11: a gain from length 2048 on, nothing at 512.
 //
 // Phases
 //   1. barriers
@@ -32,7 +32,7 @@
 //   5. l, P = 2^(S - m), O = O · rescale if m has changed
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
 //   7. O / l: registers → shared → global
-//   8. rows that did not fit, exactly
+//   8. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -54,11 +54,11 @@ constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
-constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
-constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
-constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
+constexpr float kMaxSum = 1 << 15; // of a lane's sum of P over a block: fp16 holds up to 65504
+constexpr float kMaxRescale = 100; // of k, by which m grows: 2^-k is a normal number
+constexpr float kMaxL = 1e30; // of a row's l: 1 / l is a normal number
 
-// S becomes P = 2^(S · scale - m), unrounded; sum is what this lane has of a row.
+// S becomes P = 2^(S · scale - m), not yet rounded; sum is this lane's part of each row's sum.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], const float (&m)[2],
                                              float (&sum)[2]) {
@@ -86,14 +86,14 @@ __device__ __forceinline__ void softmax_first(float (&S_rmem)[kCount], float (&m
     exponentiate(S_rmem, m, l);
 }
 
-// The others. Returns whether m has changed in any row of the warp: then O must be multiplied by
-// rescale. A row that has left fp32's range has l = NaN from then on, in at least one lane.
+// All later blocks. Returns whether m has changed in any row of the warp; if so, O must be
+// multiplied by rescale. A row that has left the range of fp32 keeps l = NaN, in one lane at least.
 template <int kCount>
 __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
     float sum[2];
     exponentiate(S_rmem, m, sum);
-    const bool grows = !(sum[0] <= kMaxSum && sum[1] <= kMaxSum); // NaN too
+    const bool grows = !(sum[0] <= kMaxSum && sum[1] <= kMaxSum); // true for NaN
     if (!__any_sync(0xffffffff, grows)) {
         l[0] += sum[0];
         l[1] += sum[1];
@@ -132,13 +132,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const int key_blocks = args.len_k / B_c;
     Ring<kQSlots> Q_ring;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_j, V_j: global → shared
     if (warpgroup == kConsumers) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     take_registers<240>();
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     softmax_first(S_rmem, m, l);
     pack_P();
 
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
     for (int tile = blockIdx.x, n = 0; tile < args.tiles; tile += gridDim.x, ++n) {
         for (int j = 1; j < key_blocks; ++j) {
             // 4. S = Q @ K_j^T, O += P @ V_{j-1}
@@ -305,14 +305,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_P();
         }
 
-        // 7. O / l: registers → shared → global; each warp its own rows, where those of Q were
+        // 7. O / l: registers → shared → global; each warp stores its rows through those of Q
         const TilePlace place = tile_place<B_r>(tile, args);
         float inverse_l[2];
         bool fits = true;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(tile_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
+            fits &= row_l < kMaxL; // false for NaN
             inverse_l[half] = reciprocal_approx(row_l);
         }
         if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(O_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -338,14 +338,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         stored_empty = O_empty;
     }
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 8. Rows that did not fit, exactly
+    // 8. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r>(args, again, warp_row, kSoftmaxScale);

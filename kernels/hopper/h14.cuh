@@ -1,22 +1,20 @@
 #pragma once
-// Step 14 of the hopper family: K comes before it is needed. Parent: h13.
+// Step 14 of the hopper family: K is loaded before V. Parent: h13.
 //
 // What changed
-//   1. The producer loads K_{j+1} before V_j, which is the order in which they are multiplied, and
-//   K
-//      has a third slot. At the end of a tile, K_0 of the next one comes before the last V.
+//   1. The producer loads K_{j+1} before V_j, the order in which they are multiplied, and K has a
+//      third slot. At the end of a tile it loads K_0 of the next one before the last V.
 //
-// Why: since h7 Q @ K_{j+1}^T comes before P @ V_j, but its K came after V_j, and had to wait for a
-// slot. While K_{j+1} is multiplied, K_{j+2} can be on its way only with a third one.
-// Expected: 1 to 2% at 512 and 1024, where the first blocks of a tile are waited for.
+// Why: since h7 Q @ K_{j+1}^T comes before P @ V_j, but K_{j+1} was loaded after V_j, and had to
+// wait for a slot. While K_{j+1} is multiplied, K_{j+2} can be on its way only with a third slot.
+// Expected: 1 to 2% at lengths 512 and 1024, where the first blocks of a tile are waited for.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 799,
 // 2.12. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a clear gain at length 512, less at 1024, and from 2048 hardly any: now a gain, now a
-// loss.
+// Verdict: 1.3% faster than h13: 3 to 4% at lengths 512 and 1024, nothing from 2048 on.
 //
 // Phases
 //   1. barriers
@@ -26,7 +24,7 @@
 //   5. l, P = 2^(S - m), O = O · rescale if m has changed
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
 //   7. O / l: registers → shared → global
-//   8. rows that did not fit, exactly
+//   8. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -48,11 +46,11 @@ constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
-constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
-constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
-constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
+constexpr float kMaxSum = 1 << 15; // of a lane's sum of P over a block: fp16 holds up to 65504
+constexpr float kMaxRescale = 100; // of k, by which m grows: 2^-k is a normal number
+constexpr float kMaxL = 1e30; // of a row's l: 1 / l is a normal number
 
-// S becomes P = 2^(S · scale - m), unrounded; sum is what this lane has of a row.
+// S becomes P = 2^(S · scale - m), not yet rounded; sum is this lane's part of each row's sum.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], const float (&m)[2],
                                              float (&sum)[2]) {
@@ -80,14 +78,14 @@ __device__ __forceinline__ void softmax_first(float (&S_rmem)[kCount], float (&m
     exponentiate(S_rmem, m, l);
 }
 
-// The others. Returns whether m has changed in any row of the warp: then O must be multiplied by
-// rescale. A row that has left fp32's range has l = NaN from then on, in at least one lane.
+// All later blocks. Returns whether m has changed in any row of the warp; if so, O must be
+// multiplied by rescale. A row that has left the range of fp32 keeps l = NaN, in one lane at least.
 template <int kCount>
 __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
     float sum[2];
     exponentiate(S_rmem, m, sum);
-    const bool grows = !(sum[0] <= kMaxSum && sum[1] <= kMaxSum); // NaN too
+    const bool grows = !(sum[0] <= kMaxSum && sum[1] <= kMaxSum); // true for NaN
     if (!__any_sync(0xffffffff, grows)) {
         l[0] += sum[0];
         l[1] += sum[1];
@@ -126,13 +124,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const int key_blocks = args.len_k / B_c;
     Ring<kQSlots> Q_ring;
@@ -146,13 +144,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : 24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -172,9 +170,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         return;
     }
-    take_registers<kConsumers == 3 ? 160 : 240>(); // all together the 65536 of an SM
+    take_registers<kConsumers == 3 ? 160 : 240>(); // together at most the 65536 of an SM
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -200,13 +198,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Each warp its own rows, through the slot where those of Q were.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // through this warp's rows of the slot of Q
     auto store_O = [&](int tile, int n, uint32_t slot, const float (&l)[2]) {
         const uint32_t O_smem = Q_smem + slot * kQBytes;
         const TilePlace place = tile_place<B_r>(tile, args);
@@ -215,7 +213,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
+            fits &= row_l < kMaxL; // false for NaN
             inverse_l[half] = reciprocal_approx(row_l);
         }
         if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
@@ -229,7 +227,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(O_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -343,14 +341,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         store_O(tile, n, O_slot, tile_l);
     }
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 8. Rows that did not fit, exactly
+    // 8. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r>(args, again, warp_row, kSoftmaxScale);

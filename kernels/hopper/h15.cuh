@@ -2,20 +2,21 @@
 // Step 15 of the hopper family: O is stored late. Parent: h14.
 //
 // What changed
-//   1. O of a tile stays in registers until Q @ K_1^T of the next one has been issued.
-//      It is stored then, before P @ V_0 needs its place. While it is, the product of S
-//      runs.
+//   1. O of a tile stays in registers until Q @ K_1^T of the next tile has been issued. It is
+//      stored while that product runs, before P @ V_0 needs its registers.
 //
-// Why: h14 stores O when nothing else runs: its next product waits for the end of the tile. Now
-// there is one beside the divisions, stmatrix and the fence.
-// Expected: 2% at 512, less at 1024.
+// Why: h14 stores O while no product of its warpgroup runs, because the next product waits for the
+// end of the tile. Now a product runs beside the divisions, stmatrix and the fence.
+// Expected: 2% at length 512 and less at 1024, as in a test kernel on an H100, written before this
+// step.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 801,
 // 2.12. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a loss in short sequences, hardly a gain in long ones: it costs the loop what it saves.
+// Verdict: no gain, and 1.5% slower at length 512: the store stands in the loop, behind a branch.
+// h17 takes it out again.
 //
 // Phases
 //   1. barriers
@@ -24,7 +25,7 @@
 //   4. S = Q @ K_j^T; O / l of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m), O = O · rescale if m has changed
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -46,11 +47,11 @@ constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
-constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
-constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
-constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
+constexpr float kMaxSum = 1 << 15; // of a lane's sum of P over a block: fp16 holds up to 65504
+constexpr float kMaxRescale = 100; // of k, by which m grows: 2^-k is a normal number
+constexpr float kMaxL = 1e30; // of a row's l: 1 / l is a normal number
 
-// S becomes P = 2^(S · scale - m), unrounded; sum is what this lane has of a row.
+// S becomes P = 2^(S · scale - m), not yet rounded; sum is this lane's part of each row's sum.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], const float (&m)[2],
                                              float (&sum)[2]) {
@@ -78,14 +79,14 @@ __device__ __forceinline__ void softmax_first(float (&S_rmem)[kCount], float (&m
     exponentiate(S_rmem, m, l);
 }
 
-// The others. Returns whether m has changed in any row of the warp: then O must be multiplied by
-// rescale. A row that has left fp32's range has l = NaN from then on, in at least one lane.
+// All later blocks. Returns whether m has changed in any row of the warp; if so, O must be
+// multiplied by rescale. A row that has left the range of fp32 keeps l = NaN, in one lane at least.
 template <int kCount>
 __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
     float sum[2];
     exponentiate(S_rmem, m, sum);
-    const bool grows = !(sum[0] <= kMaxSum && sum[1] <= kMaxSum); // NaN too
+    const bool grows = !(sum[0] <= kMaxSum && sum[1] <= kMaxSum); // true for NaN
     if (!__any_sync(0xffffffff, grows)) {
         l[0] += sum[0];
         l[1] += sum[1];
@@ -116,8 +117,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
     constexpr uint32_t kKVBytes = kDPieces * piece_bytes(B_c);
 
@@ -126,13 +126,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const int key_blocks = args.len_k / B_c;
     Ring<kQSlots> Q_ring;
@@ -146,13 +146,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : 24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -172,9 +172,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         return;
     }
-    take_registers<kConsumers == 3 ? 160 : 240>(); // all together the 65536 of an SM
+    take_registers<kConsumers == 3 ? 160 : 240>(); // together at most the 65536 of an SM
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -200,18 +200,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the block's tile that is done but not stored: number, -1 if there is none; Q's slot; l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its number, -1 if none; its slot of Q; its l.
     int O_tile = -1, O_n = 0;
     uint32_t O_slot = 0;
     float O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_tile < 0) {
             return;
         }
@@ -222,7 +221,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
+            fits &= row_l < kMaxL; // false for NaN
             inverse_l[half] = reciprocal_approx(row_l);
         }
         if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
@@ -236,7 +235,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(O_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -266,7 +265,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -333,7 +332,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         O_l[0] = l[0];
         O_l[1] = l[1];
@@ -364,14 +363,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r>(args, again, warp_row, kSoftmaxScale);

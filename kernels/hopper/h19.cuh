@@ -2,30 +2,31 @@
 // Step 19 of the hopper family: any number of queries and of keys. Parent: h18.
 //
 // What changed
-//   1. Blocks of keys are taken from the last to the first. Of the last one, which comes first, the
-//      columns behind the end of K are hidden before the maximum.
-//   2. Softmax has moved to sm90/softmax.cuh as it was.
+//   1. Blocks of keys are taken from the last to the first. In the last one, which now comes first,
+//      columns past the end of K become -infinity before the maximum.
+//   2. Softmax has moved to sm90/softmax.cuh unchanged.
 //
-// Why: TMA fills what lies outside of a tensor with zeros and stores nothing there, so that tiles
-// of Q, V and O may stick out. Only a zero in S is no nothing: 2^(0 - m) would count. The first
-// block has code of its own already, for the maximum: hidden there, the loop pays nothing.
-// Expected: the speed of h18 where blocks are whole.
+// Why: TMA loads zeros from outside of a tensor and stores nothing there, so tiles of Q, V and O
+// may reach past the end. Only in S a zero is wrong: it would add 2^(0 - m) to l. The first block
+// of keys has its own code already, for the maximum, so a mask there costs the loop nothing.
+// Expected: the speed of h18 at lengths of whole blocks.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 820,
 // 2.15. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: about as fast as h18 on whole blocks; other lengths pay for the rest of a last block.
+// Verdict: no change beyond the noise at lengths of whole blocks (215.2% of flash, 216.3% before),
+// though 2048 to 7680 lose about 1%. Other lengths pay for the unused part of the last block.
 //
 // Phases
 //   1. barriers
-//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 is the last of the keys
-//   3. S = Q @ K_0^T, hidden from the end of K on, P = 2^(S - m), of the first tile
+//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 has the last keys
+//   3. S = Q @ K_0^T, -inf past the end of K, P = 2^(S - m), of the first tile
 //   4. S = Q @ K_j^T; O / l of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -59,8 +60,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
     constexpr uint32_t kKVBytes = kDPieces * piece_bytes(B_c);
 
@@ -69,16 +69,16 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const int key_blocks = (args.len_k + B_c - 1) / B_c;
-    const int last_keys = args.len_k - (key_blocks - 1) * B_c; // of the last block, 1 to B_c
+    const int last_keys = args.len_k - (key_blocks - 1) * B_c; // keys of the last block, 1 to B_c
     Ring<kQSlots> Q_ring;
     Ring<cfg.K_slots> K_ring;
     Ring<cfg.V_slots> V_ring;
@@ -90,13 +90,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : 24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         return;
     }
-    take_registers<kConsumers == 3 ? 160 : 240>(); // all together the 65536 of an SM
+    take_registers<kConsumers == 3 ? 160 : 240>(); // together at most the 65536 of an SM
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -144,18 +144,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the block's tile that is done but not stored: number, -1 if there is none; Q's slot; l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its number, -1 if none; its slot of Q; its l.
     int O_tile = -1, O_n = 0;
     uint32_t O_slot = 0;
     float O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_tile < 0) {
             return;
         }
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
+            fits &= row_l < kMaxL; // false for NaN
             inverse_l[half] = reciprocal_approx(row_l);
         }
         if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(O_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -210,7 +209,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -240,7 +239,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
         }
     };
-    auto softmax_0 = [&] { // of a tile's block 0
+    auto softmax_0 = [&] { // of block 0 of a tile
         if (last_keys < B_c) {
             hide_columns(S_rmem, {last_keys, last_keys});
         }
@@ -290,7 +289,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         O_l[0] = l[0];
         O_l[1] = l[1];
@@ -321,14 +320,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r, Edges::kTensors>(args, again, warp_row, kSoftmaxScale);

@@ -2,19 +2,21 @@
 // Step 2 of the hopper family: P stays in registers. Parent: h1.
 //
 // What changed
-//   1. wgmma takes P as an operand in registers: an accumulator in 16 bits has A's layout already.
-//   2. So no stmatrix of P, no fence between the proxies and no barrier before P @ V.
+//   1. wgmma takes P as an operand in registers: rounded to 16 bits, an accumulator already has the
+//      layout of operand A.
+//   2. The stmatrix of P, the fence between the proxies and the barrier before P @ V go.
 //
-// Why: per block of 128 keys a warp wrote 16 · 128 · 2 = 4 KiB of P, and wgmma read it again.
-// Expected: 20 to 40% more, most of it from the barrier.
+// Why: per block of 128 keys a warp wrote 16 rows · 128 keys · 2 bytes = 4 KiB of P, and wgmma read
+// them again.
+// Expected: 20 to 40% more speed than h1, most of it from the barrier.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128, 4 warps: 543,
 // 1.42. Cost: 155 registers per thread, 80 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: a small gain, less than expected: two blocks on an SM had covered most of what the
-// barrier cost.
+// Verdict: 3.3% faster than h1, much less than expected. Probably the second thread block of the SM
+// multiplied while the warps of the first met at the barrier.
 //
 // Phases
 //   1. barriers; Q: global → shared
@@ -42,8 +44,8 @@ constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 
-// m, the rows' maximum · scale, and l take in S, which becomes P = 2^(S · scale - m), unrounded;
-// rescale is what O must be multiplied by. l sums what this lane has of a row.
+// Takes a block of keys into m, the rows' maximum · scale, and l, this lane's part of each row's
+// sum. S becomes P = 2^(S · scale - m), not yet rounded. O must be multiplied by rescale.
 template <int kCount>
 __device__ __forceinline__ void softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         barrier_expect(Q_full, kQBytes);
         tma_load_tile(Q_smem, args.Q, Q_full, place);
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     const uint32_t Q = wgmma_descriptor(Q_smem), K = wgmma_descriptor(K_smem);
     const uint32_t V = wgmma_descriptor(V_smem, piece_bytes(B_c));
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         __syncthreads(); // K and V may be written again
     }
 
-    // 6. O / l: registers → shared → global; each warp its own rows, where those of Q were
+    // 6. O / l: registers → shared → global; each warp stores its rows through those of Q
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         l[half] = reciprocal_approx(quad_sum(l[half]));
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         store_fragment<B_r>(Q_smem, warp_row, k, packed);
     }
     fence_async_proxy();
-    __syncwarp(); // one lane stores what all have written
+    __syncwarp(); // one lane stores the rows that all lanes have written
     if (lane == 0) {
 #pragma unroll
         for (int piece = 0; piece < kDPieces; ++piece) {
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                             place.row + warp_row, piece, place.head, place.batch);
         }
         tma_store_commit();
-        tma_store_wait_read(); // shared memory is another block's after the end of this one
+        tma_store_wait_read(); // after its end another thread block may have this memory
     }
 }
 

@@ -2,13 +2,14 @@
 // Step 20 of the hopper family: scale, LSE and grouped heads. Parent: h19.
 //
 // What changed
-//   1. The scale comes with the call. It is an operand of the multiply-add as the constant was.
-//   2. The logarithm of each row's sum is stored beside O, if it is asked for.
-//   3. Query heads share heads of K and V, as many as the call says.
+//   1. The softmax scale comes with the call. It is an operand of the multiply-add, as the constant
+//      was.
+//   2. The logarithm of each row's sum of exponentials (LSE) is stored beside O, if asked for.
+//   3. Query heads share heads of K and V; the call says how many.
 //
-// Why: this is what a model asks of attention. m and l are known when O is stored, so that an LSE
-// costs a logarithm and a store a row; a shared head is another coordinate for TMA.
-// Expected: the speed of h19; with grouped heads more in short sequences, since K and V are fewer
+// Why: a model asks this of attention. m and l are known when O is stored, so an LSE costs one
+// logarithm and one store per row. A shared head is another coordinate for TMA.
+// Expected: the speed of h19. With grouped heads more in short sequences, since K and V are fewer
 // bytes.
 //
 // benchmark:begin
@@ -16,16 +17,17 @@
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 835,
 // 2.17. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: as fast as h19: what is new happens once per tile, or per call.
+// Verdict: no cost: 216.8% of flash, 215.2% before. The new code runs once per tile or per call.
+// Grouped heads were not measured for this step.
 //
 // Phases
 //   1. barriers
-//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 is the last of the keys
-//   3. S = Q @ K_0^T, hidden from the end of K on, P = 2^(S - m), of the first tile
+//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 has the last keys
+//   3. S = Q @ K_0^T, -inf past the end of K, P = 2^(S - m), of the first tile
 //   4. S = Q @ K_j^T; O / l and LSE of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -57,8 +59,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
     constexpr uint32_t kKVBytes = kDPieces * piece_bytes(B_c);
 
@@ -67,16 +68,16 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const int key_blocks = (args.len_k + B_c - 1) / B_c;
-    const int last_keys = args.len_k - (key_blocks - 1) * B_c; // of the last block, 1 to B_c
+    const int last_keys = args.len_k - (key_blocks - 1) * B_c; // keys of the last block, 1 to B_c
     Ring<kQSlots> Q_ring;
     Ring<cfg.K_slots> K_ring;
     Ring<cfg.V_slots> V_ring;
@@ -88,13 +89,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : 24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -115,9 +116,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         return;
     }
-    take_registers<kConsumers == 3 ? 160 : 240>(); // all together the 65536 of an SM
+    take_registers<kConsumers == 3 ? 160 : 240>(); // together at most the 65536 of an SM
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -143,18 +144,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the block's tile that is done but not stored: number, -1 if there is none; Q's slot; m, l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its number, -1 if none; its slot of Q; its m and l.
     int O_tile = -1, O_n = 0;
     uint32_t O_slot = 0;
     float O_m[2] = {}, O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_tile < 0) {
             return;
         }
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
+            fits &= row_l < kMaxL; // false for NaN
             inverse_l[half] = reciprocal_approx(row_l);
             const int query = place.row + warp_row + half * 8 + lane / 4;
             if (args.lse != nullptr && lane % 4 == 0 && query < args.len_q) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(O_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
         }
     };
-    auto softmax_0 = [&] { // of a tile's block 0
+    auto softmax_0 = [&] { // of block 0 of a tile
         if (last_keys < B_c) {
             hide_columns(S_rmem, {last_keys, last_keys});
         }
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         for (int half = 0; half < 2; ++half) {
             O_m[half] = m[half];
@@ -326,14 +326,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r, Edges::kTensors>(args, again, warp_row, args.scale);

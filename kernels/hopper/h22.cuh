@@ -1,32 +1,34 @@
 #pragma once
-// Step 22 of the hopper family: the next tile is whoever's is free. Parent: h21.
+// Step 22 of the hopper family: a thread block takes the next free tile. Parent: h21.
 //
 // What changed
 //   1. In a causal kernel the producer takes the next tile from a counter in global memory, and
-//      hands its number over beside Q. A number that is none ends the block.
-//   2. Who took a tile is written down, for rows that are computed again.
+//      hands its number to the consumers beside Q. A number past the last tile ends the thread
+//      block.
+//   2. The producer notes which thread block took which tile, for rows that are computed again.
 //
-// Why: causal tiles differ in length, so that blocks which take every 132nd tile do not end
-// together: with as many heads in a group as make 136 tiles, some of them have all the long ones.
-// Now the group can be as small as the L2 cache wants it.
-// Expected: 5% in causal, more in short sequences; nothing elsewhere.
+// Why: causal tiles differ in length, so thread blocks that take every 132nd tile do not end
+// together. In groups of 17 heads (136 tiles at length 1024) the busiest has 53% more blocks of
+// keys than the mean. With a counter a group can be as small as suits the L2 cache.
+// Expected: 5% with a mask, more in short sequences; nothing without one.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 805,
 // 2.11. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a little lost without a mask. With one, as far as h24 tells, a gain from length
-// 2048, and none before.
+// Verdict: 1% slower without a mask: 211.3% of flash, 213.4% before. With a mask, on an H200, h24,
+// which takes its tiles from this counter, is 6 to 8% faster than h21 from length 2048 on, 2%
+// faster at 512 and 1% slower at 1024.
 //
 // Phases
 //   1. barriers
-//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 is the last that it sees
-//   3. S = Q @ K_0^T, hidden where it is not seen, P = 2^(S - m), of the first tile
+//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 has the last visible keys
+//   3. S = Q @ K_0^T, -inf where masked, P = 2^(S - m), of the first tile
 //   4. S = Q @ K_j^T; O / l and LSE of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -58,8 +60,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
     static_assert(!cfg.causal || B_r <= B_c, "a tile's diagonal lies in two blocks of keys");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
@@ -70,18 +71,18 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
     const uint32_t tiles_smem =
-        V_empty + cfg.V_slots * kBarrierBytes; // their numbers, as Q's slots
+        V_empty + cfg.V_slots * kBarrierBytes; // tile numbers, one per slot of Q
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     auto place_of = [&](int tile) { return tile_place<B_r, kEdges>(tile, args); };
-    auto key_blocks_of = [&](TilePlace place) { // one at least, though it may be hidden
+    auto key_blocks_of = [&](TilePlace place) { // at least one, though it may be hidden
         const int last_query = min(place.row + B_r, args.len_q) - 1;
         return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
     };
@@ -96,13 +97,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : 40>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -132,9 +133,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         return;
     }
-    take_registers<kConsumers == 3 ? 160 : 232>(); // all together no more than the 65536 of an SM
+    take_registers<kConsumers == 3 ? 160 : 232>(); // together at most the 65536 of an SM
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -160,18 +161,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the block's tile that is done but not stored: number, -1 if there is none; Q's slot; m, l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its number, -1 if none; its slot of Q; its m and l.
     int O_tile = -1, O_n = 0;
     uint32_t O_slot = 0;
     float O_m[2] = {}, O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_tile < 0) {
             return;
         }
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
+            fits &= row_l < kMaxL; // false for NaN
             const int query = place.row + warp_row + half * 8 + lane / 4;
             const bool sees = visible_keys<kEdges>(query, args) > 0;
             inverse_l[half] = sees ? reciprocal_approx(row_l) : 0;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(O_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -261,17 +261,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
         }
     };
-    int key_blocks = 0, query = 0; // of the tile that S belongs to; the lane's row g
+    int key_blocks = 0, query = 0; // blocks of the tile of S; the lane's row g
     auto enter = [&](int tile) {
         const TilePlace place = place_of(tile);
         key_blocks = key_blocks_of(place);
         query = place.row + warp_row + lane / 4;
     };
-    // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
+    // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
     auto unseen = [&](int j) {
         return (key_blocks - j) * B_c - visible_keys<kEdges>(query & -kWgmmaM, args);
     };
-    auto hide = [&](int j) { // of block j what is not seen
+    auto hide = [&](int j) { // the keys of block j that a row does not see
         const int first_key = (key_blocks - 1 - j) * B_c;
         hide_columns(S_rmem, {visible_keys<kEdges>(query, args) - first_key,
                               visible_keys<kEdges>(query + 8, args) - first_key});
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         // 5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
         const bool raises = cfg.causal && j == 1 && unseen(1) >= 0;
         bool grows = false;
-        if (raises) { // for rows that have seen nothing yet
+        if (raises) { // for rows that have seen no key yet
             hide(1);
             softmax_again(S_rmem, args.scale, m, l, rescale);
         } else {
@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         for (int half = 0; half < 2; ++half) {
             O_m[half] = m[half];
@@ -375,14 +375,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r, kEdges, cfg.causal>(args, again, warp_row, args.scale);

@@ -1,34 +1,35 @@
 #pragma once
-// Step 23 of the hopper family: only the producer works out where a tile is. Parent: h22.
+// Step 23 of the hopper family: only the producer computes the place of a tile. Parent: h22.
 //
 // What changed
-//   1. The producer hands over the place of a tile, and not its number.
-//   2. Without a mask its registers are as few again as before the counter.
-//   3. What a warp does for its first row is a vote, which ptxas knows to be the same in all lanes.
-//   4. Turns, the sums of rows and the store of O, the same from here on, are functions of sm90/.
+//   1. The producer hands over the place of a tile (row, head, batch) instead of its number.
+//   2. Without a mask the producer keeps 24 registers per thread again, as before the counter.
+//   3. The branch on the first row of a warpgroup is a vote, which ptxas knows to be uniform.
+//   4. Turns, row sums and the store of O are the same from here on, and move to sm90/.
 //
-// Why: to find a tile's head, batch and row takes divisions, which the producer makes anyway. Eight
-// warps repeated them, for S and once more for O, in registers beside O and P. A place is read from
-// shared memory as fast as a number. And a branch that ptxas takes for one of lanes makes it fetch
-// descriptors of all later products lane by lane in fp16.
-// Expected: 1% without a mask, as much as h22 lost; with one as much in short sequences, and more
-// in fp16.
+// Why: the place of a tile takes integer divisions, which the producer makes for TMA anyway. Eight
+// warps repeated them, for S and again for O, in registers beside O and P. A place is read from
+// shared memory as fast as a number. If ptxas thinks that lanes may branch apart, it fetches the
+// descriptors of all later products lane by lane; in fp16 it did.
+// Expected: 1% without a mask, which h22 had lost; with one as much in short sequences, and more in
+// fp16.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 813,
 // 2.14. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: without a mask what h22 lost is back. With one it was not measured by itself.
+// Verdict: 1.1% faster than h22 without a mask: its loss is regained. With a mask this step was not
+// measured by itself.
 //
 // Phases
 //   1. barriers
-//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 is the last that it sees
-//   3. S = Q @ K_0^T, hidden where it is not seen, P = 2^(S - m), of the first tile
+//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 has the last visible keys
+//   3. S = Q @ K_0^T, -inf where masked, P = 2^(S - m), of the first tile
 //   4. S = Q @ K_j^T; O / l and LSE of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -59,8 +60,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
     static_assert(!cfg.causal || B_r <= B_c, "a tile's diagonal lies in two blocks of keys");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
@@ -71,16 +71,16 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
-    const uint32_t places_smem = V_empty + cfg.V_slots * kBarrierBytes; // of tiles, as Q's slots
+    const uint32_t places_smem = V_empty + cfg.V_slots * kBarrierBytes; // one per slot of Q
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
-    auto key_blocks_of = [&](TilePlace place) { // one at least, though it may be hidden
+    auto key_blocks_of = [&](TilePlace place) { // at least one, though it may be hidden
         const int last_query = min(place.row + B_r, args.len_q) - 1;
         return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
     };
@@ -95,13 +95,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : cfg.causal ? 40 : 24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -126,14 +126,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                 }
             }
             load_V();
-            publish_tile({-1}); // there is no more
+            publish_tile({-1}); // no more tiles
             barrier_arrive(Q_ring.barrier(Q_full));
         }
         return;
     }
     take_registers<kConsumers == 3 ? 160 : cfg.causal ? 232 : 240>(); // together at most 65536
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -151,18 +151,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the tile that is done but not stored: which of the block's, -1 if none; Q's slot; m, l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its index n, -1 if none; its slot of Q; m and l.
     int O_n = -1;
     uint32_t O_slot = 0;
     float O_m[2] = {}, O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_n < 0) {
             return;
         }
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -226,7 +225,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
         }
     };
-    // Of the tile that S belongs to: blocks of keys, 0 behind the last tile; the lane's row g.
+    // The tile of S: its blocks of keys, 0 behind the last tile; the lane's row g.
     int key_blocks = 0, query = 0;
     auto next_tile = [&] {
         barrier_wait(Q_ring.barrier(Q_full), Q_ring.lap);
@@ -234,11 +233,11 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         key_blocks = place.row < 0 ? 0 : key_blocks_of(place);
         query = place.row + warp_row + lane / 4;
     };
-    // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
+    // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
     auto unseen = [&](int j) {
         return (key_blocks - j) * B_c - visible_keys<kEdges>(query & -kWgmmaM, args);
     };
-    auto hide = [&](int j) { // of block j what is not seen
+    auto hide = [&](int j) { // the keys of block j that a row does not see
         const int first_key = (key_blocks - 1 - j) * B_c;
         hide_columns(S_rmem, {visible_keys<kEdges>(query, args) - first_key,
                               visible_keys<kEdges>(query + 8, args) - first_key});
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         // 5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
         const bool raises = cfg.causal && j == 1 && __any_sync(0xffffffff, unseen(1) >= 0);
         bool grows = false;
-        if (raises) { // for rows that have seen nothing yet
+        if (raises) { // for rows that have seen no key yet
             hide(1);
             softmax_again(S_rmem, args.scale, m, l, rescale);
         } else {
@@ -302,7 +301,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         for (int half = 0; half < 2; ++half) {
             O_m[half] = m[half];
@@ -334,14 +333,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r, kEdges, cfg.causal>(args, again, warp_row, args.scale);

@@ -2,31 +2,31 @@
 // Step 24 of the hopper family: a warpgroup begins with keys that it sees. Parent: h23.
 //
 // What changed
-//   1. Blocks of keys that only rows of other warpgroups see are not computed; the turns for them
-//      are passed on. So a causal tile can have 192 rows, with blocks of 80 keys.
+//   1. A warpgroup skips blocks of keys that only rows of other warpgroups see, and passes its
+//      turns for them on. So a causal tile can have 192 rows, with blocks of 80 keys.
 //
-// Why: the diagonal of 192 rows crosses three or four blocks of 80 keys, that of 64 rows two. With
-// two blocks that have masks, as before, the loop knows none. And K and V of long sequences are
-// read for 192 rows at a time.
-// Expected: with a mask the tile of 192 rows ahead by 3% from length 8192, half of what it is ahead
-// without one; elsewhere h23.
+// Why: the diagonal of 192 rows crosses three or four blocks of 80 keys, and that of 64 rows two.
+// Two blocks with masks are enough, as before, and the loop has none. In long sequences K and V are
+// read once per 192 rows.
+// Expected: with a mask the tile of 192 rows 3% ahead from length 8192 on, half of its lead without
+// one; elsewhere the speed of h23.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 812,
 // 2.14. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: with a mask the tile of 192 rows is far behind in short sequences, and even in long
-// ones; without one, h23.
+// Verdict: no gain. Without a mask 213.8% of flash, 214.1% before. With a mask, on an H200, the
+// tile of 192 rows is level with 128 rows in long sequences, and 20% behind at length 512.
 //
 // Phases
 //   1. barriers
-//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 is the last that it sees
-//   3. S = Q @ K_0^T, hidden where it is not seen, P = 2^(S - m), of the first tile
+//   2. the producer: Q, K_{j+1}, V_j: global → shared; block 0 has the last visible keys
+//   3. S = Q @ K_0^T, -inf where masked, P = 2^(S - m), of the first tile
 //   4. S = Q @ K_j^T; O / l and LSE of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -57,10 +57,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
-    // Blocks of keys that others see and the first warpgroup does not, while it waits for the next.
+    // Most blocks that only others see: they keep their slots while a warpgroup waits for the next.
     constexpr int kMostUnseen = cfg.causal ? (B_r - kWgmmaM + B_c - 1) / B_c : 0;
     static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
@@ -71,14 +70,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
-    const uint32_t places_smem = V_empty + cfg.V_slots * kBarrierBytes; // of tiles, as Q's slots
+    const uint32_t places_smem = V_empty + cfg.V_slots * kBarrierBytes; // one per slot of Q
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     auto key_blocks_before = [&](int end) { return seen_blocks<B_c, kEdges>(end, args); };
     Ring<kQSlots> Q_ring;
@@ -92,13 +91,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : cfg.causal ? 40 : 24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
@@ -123,14 +122,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                 }
             }
             load_V();
-            publish_tile({-1}); // there is no more
+            publish_tile({-1}); // no more tiles
             barrier_arrive(Q_ring.barrier(Q_full));
         }
         return;
     }
     take_registers<kConsumers == 3 ? 160 : cfg.causal ? 232 : 240>(); // together at most 65536
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -148,18 +147,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             barrier_arrive(stored_empty);
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the tile that is done but not stored: which of the block's, -1 if none; Q's slot; m, l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its index n, -1 if none; its slot of Q; m and l.
     int O_n = -1;
     uint32_t O_slot = 0;
     float O_m[2] = {}, O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_n < 0) {
             return;
         }
@@ -193,7 +191,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -223,11 +221,10 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
         }
     };
-    // Of the tile that S belongs to: blocks of keys that this warpgroup sees, 0 behind the last
-    // tile; those before them that only others see; the lane's row g.
+    // The tile of S: blocks of keys seen (0: no tile) and skipped before them; the lane's row g.
     int key_blocks = 0, unseen_blocks = 0, query = 0;
     auto skip_block = [&](auto &ring, uint32_t full, uint32_t empty) {
-        barrier_wait(ring.barrier(full), ring.lap); // lest a warp arrive twice in a lap
+        barrier_wait(ring.barrier(full), ring.lap); // or a warp may arrive twice in a lap
         release(ring.barrier(empty));
         ring.advance();
     };
@@ -238,25 +235,25 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         query = place.row + warp_row + lane / 4;
         if (kMostUnseen > 0 && key_blocks > 0) {
             const int seen = key_blocks_before(place.row + (warpgroup + 1) * kWgmmaM);
-            unseen_blocks = __reduce_max_sync(0xffffffff, key_blocks - seen); // all have the same
+            unseen_blocks = __reduce_max_sync(0xffffffff, key_blocks - seen); // in all lanes
             key_blocks -= unseen_blocks;
             for (int i = 0; i < unseen_blocks; ++i) {
                 skip_block(K_ring, K_full, K_empty);
             }
         }
     };
-    auto wait_for_others = [&] { // until they have begun with those blocks
+    auto wait_for_others = [&] { // until they have begun with the blocks that only they see
         for (int i = 0; i < unseen_blocks; ++i) {
             take_turn();
             end_turn();
             skip_block(V_ring, V_full, V_empty);
         }
     };
-    // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
+    // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
     auto unseen = [&](int j) {
         return (key_blocks - j) * B_c - visible_keys<kEdges>(query & -kWgmmaM, args);
     };
-    auto hide = [&](int j) { // of block j what is not seen
+    auto hide = [&](int j) { // the keys of block j that a row does not see
         const int first_key = (key_blocks - 1 - j) * B_c;
         hide_columns(S_rmem, {visible_keys<kEdges>(query, args) - first_key,
                               visible_keys<kEdges>(query + 8, args) - first_key});
@@ -278,7 +275,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         // 5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
         const bool raises = cfg.causal && j == 1 && __any_sync(0xffffffff, unseen(1) >= 0);
         bool grows = false;
-        if (raises) { // for rows that have seen nothing yet
+        if (raises) { // for rows that have seen no key yet
             hide(1);
             softmax_again(S_rmem, args.scale, m, l, rescale);
         } else {
@@ -321,7 +318,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         for (int half = 0; half < 2; ++half) {
             O_m[half] = m[half];
@@ -353,14 +350,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
+    release_stored(); // after its end another thread block may have this memory
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, B_r, kEdges, cfg.causal>(args, again, warp_row, args.scale);

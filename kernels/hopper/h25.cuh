@@ -2,29 +2,31 @@
 // Step 25 of the hopper family: two thread blocks share what is loaded of K and V. Parent: h24.
 //
 // What changed
-//   1. The two blocks of a cluster take neighbouring tiles of a head. The producer of the first
-//      loads for both: K and V once, into both at a time; a place comes with the bytes of its Q.
-//   2. A slot is given back to that producer, by the warps of both.
+//   1. The two thread blocks of a cluster take neighbouring tiles of a head. The producer of the
+//      first one loads for both: each K and V once, into both, and each block's own Q and place.
+//   2. A slot goes back to that producer when the warps of both thread blocks have released it.
 //
-// Why: requests for the same bytes meet on their way to L2 if they come at the same time. Those of
-// causal tiles, which begin with different keys, do not; and what L2 sends costs power.
-// Expected: with a mask 4 to 8% from length 4096, nothing in short sequences; without one h20.
+// Why: requests for the same bytes meet on their way to L2 if they come at the same time. Requests
+// of causal tiles do not, because they begin with different keys. Each byte from L2 costs power.
+// Expected: with a mask 4 to 8% from length 4096 on, nothing in short sequences; without one the
+// speed of h20.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 831,
 // 2.17. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: with a mask well ahead of h24 in long sequences, and behind it at 512; without one h20.
+// Verdict: without a mask 216.8% of flash, as h20 (h24: 213.8%). With a mask, on an H200, 3 to 5%
+// faster than h24 from length 2048 on, and 3% slower at 512.
 //
 // Phases
 //   1. barriers
-//   2. the producer: Q, K_{j+1}, V_j: global → shared of both blocks; block 0 is the last seen
-//   3. S = Q @ K_0^T, hidden where it is not seen, P = 2^(S - m), of the first tile
+//   2. the producer: Q, K_{j+1}, V_j: global → shared of both blocks; block 0: last visible keys
+//   3. S = Q @ K_0^T, -inf where masked, P = 2^(S - m), of the first tile
 //   4. S = Q @ K_j^T; O / l and LSE of the last tile: registers → shared → global; O += P @ V_{j-1}
 //   5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. rows that did not fit, exactly
+//   7. rows that left the range of fp32, computed again
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -57,10 +59,9 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
     constexpr int kConsumers = B_r / kWgmmaM, kPVSteps = B_c / kWgmmaK; // warpgroups that compute
     constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-    // With 160 registers per thread there are none to keep O for so long.
-    constexpr bool kStoresLate = kConsumers < 3;
+    constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
-    // Blocks of keys that others see and the first warpgroup does not, while it waits for the next.
+    // Most blocks that only others see: they keep their slots while a warpgroup waits for the next.
     constexpr int kMostUnseen = cfg.causal ? (kClusterBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
     static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
@@ -71,16 +72,16 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     const uint32_t K_smem = Q_smem + kQSlots * kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one for each slot, as the others
+    const uint32_t Q_empty = Q_full + kQSlots * kBarrierBytes; // one per slot, like the others
     const uint32_t K_full = Q_empty + kQSlots * kBarrierBytes;
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
-    const uint32_t places_smem = V_empty + cfg.V_slots * kBarrierBytes; // of tiles, as Q's slots
+    const uint32_t places_smem = V_empty + cfg.V_slots * kBarrierBytes; // one per slot of Q
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
-    const int rank = cluster_rank(); // the cluster's rows of queries: B_r · rank …
+    const int rank = cluster_rank(); // its rows of the cluster's queries begin at B_r · rank
     auto key_blocks_before = [&](int end) { return seen_blocks<B_c, kEdges>(end, args); };
     Ring<kQSlots> Q_ring;
     Ring<cfg.K_slots> K_ring;
@@ -93,17 +94,17 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         V_ring.init_barriers(V_full, V_empty, kClusterBlocks * kConsumerWarps);
         barrier_init_fence();
     }
-    cluster_sync(); // nobody waits at a barrier that is not there yet
+    cluster_sync(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_{j+1}, V_j: global → shared
     if (warpgroup == kConsumers) {
         give_registers<kConsumers == 3 ? 32 : cfg.causal ? 40 : 24>();
         if (rank == 0 && threadIdx.x == kConsumers * kWarpgroup) {
-            TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
+            TilePlace V_place = {-1}; // of the next V: row is its first key, -1 if there is none
             auto load_V = [&] {
                 tma_load_slots<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
-            auto publish_tile = [&](TilePlace place) { // and Q, of each block its own
+            auto publish_tile = [&](TilePlace place) { // and load Q, to each block its own
                 tma_load_with_places<kQBytes>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place,
                                               {B_r, 0}, places_smem);
             };
@@ -123,13 +124,13 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
                 }
             }
             load_V();
-            publish_tile({-1}); // there is no more
+            publish_tile({-1}); // no more tiles
         }
         return;
     }
     take_registers<kConsumers == 3 ? 160 : cfg.causal ? 232 : 240>(); // together at most 65536
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             cluster_barrier_arrive(in_block(empty, 0));
@@ -147,18 +148,17 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
-            tma_store_wait_read(); // then the next Q may come
+            tma_store_wait_read(); // the next Q may be loaded now
             cluster_barrier_arrive(in_block(stored_empty, 0));
         }
         stored_empty = 0;
     };
-    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the tile that is done but not stored: which of the block's, -1 if none; Q's slot; m, l.
+    uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
+    // The tile that is computed but not stored: its index n, -1 if none; its slot of Q; m and l.
     int O_n = -1;
     uint32_t O_slot = 0;
     float O_m[2] = {}, O_l[2] = {};
-    // Each warp its own rows, through the slot where those of Q were.
-    auto store_O = [&] {
+    auto store_O = [&] { // through this warp's rows of the slot of Q
         if (O_n < 0) {
             return;
         }
@@ -192,7 +192,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         K_ring.advance();
     };
     auto issue_O = [&](int j) { // O += P @ V_j
-        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
+        if (kStoresLate && j == 0) { // the other warpgroup's turn, while O is stored
             end_turn();
             store_O();
         }
@@ -222,11 +222,10 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
             pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
         }
     };
-    // Of the tile that S belongs to: blocks of keys that this warpgroup sees, 0 behind the last
-    // tile; those before them that only others see; the lane's row g.
+    // The tile of S: blocks of keys seen (0: no tile) and skipped before them; the lane's row g.
     int key_blocks = 0, unseen_blocks = 0, query = 0;
     auto skip_block = [&](auto &ring, uint32_t full, uint32_t empty) {
-        barrier_wait(ring.barrier(full), ring.lap); // lest a warp arrive twice in a lap
+        barrier_wait(ring.barrier(full), ring.lap); // or a warp may arrive twice in a lap
         release(ring.barrier(empty));
         ring.advance();
     };
@@ -238,25 +237,25 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         query = place.row + warp_row + lane / 4;
         if (kMostUnseen > 0 && key_blocks > 0) {
             const int seen = key_blocks_before(place.row + (warpgroup + 1) * kWgmmaM);
-            unseen_blocks = __reduce_max_sync(0xffffffff, key_blocks - seen); // all have the same
+            unseen_blocks = __reduce_max_sync(0xffffffff, key_blocks - seen); // in all lanes
             key_blocks -= unseen_blocks;
             for (int i = 0; i < unseen_blocks; ++i) {
                 skip_block(K_ring, K_full, K_empty);
             }
         }
     };
-    auto wait_for_others = [&] { // until they have begun with those blocks
+    auto wait_for_others = [&] { // until they have begun with the blocks that only they see
         for (int i = 0; i < unseen_blocks; ++i) {
             take_turn();
             end_turn();
             skip_block(V_ring, V_full, V_empty);
         }
     };
-    // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
+    // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
     auto unseen = [&](int j) {
         return (key_blocks - j) * B_c - visible_keys<kEdges>(query & -kWgmmaM, args);
     };
-    auto hide = [&](int j) { // of block j what is not seen
+    auto hide = [&](int j) { // the keys of block j that a row does not see
         const int first_key = (key_blocks - 1 - j) * B_c;
         hide_columns(S_rmem, {visible_keys<kEdges>(query, args) - first_key,
                               visible_keys<kEdges>(query + 8, args) - first_key});
@@ -278,7 +277,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         // 5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
         const bool raises = cfg.causal && j == 1 && __any_sync(0xffffffff, unseen(1) >= 0);
         bool grows = false;
-        if (raises) { // for rows that have seen nothing yet
+        if (raises) { // for rows that have seen no key yet
             hide(1);
             softmax_again(S_rmem, args.scale, m, l, rescale);
         } else {
@@ -321,7 +320,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         if (key_blocks == 1) {
             store_O();
         }
-        release_stored(); // the next tile's Q may be waiting for this slot
+        release_stored(); // the Q of the next tile may wait for this slot
         O_slot = Q_ring.slot;
         for (int half = 0; half < 2; ++half) {
             O_m[half] = m[half];
@@ -353,15 +352,15 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     }
     store_O();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
-    release_stored(); // shared memory is another block's after the end of this one
-    cluster_sync(); // which the other block of the cluster may write to until here
+    release_stored(); // after its end another thread block may have this memory
+    cluster_sync(); // the other block may write to this one's memory until here
 
-    // 7. Rows that did not fit, exactly
+    // 7. rows that left the range of fp32, computed again
     if (again) {
         if (lane == 0) {
-            tma_store_wait(); // what was stored of them is there, and can be written over
+            tma_store_wait(); // the stores of O have ended, and can be overwritten
         }
         __syncwarp();
         exact_tiles<cfg.dtype, kDHead, kClusterBlocks * B_r, kEdges, cfg.causal, kClusterBlocks>(

@@ -2,22 +2,23 @@
 // Step 3 of the hopper family: two warpgroups share K and V. Parent: h2.
 //
 // What changed
-//   1. A block has 128 rows of Q, 64 for each of its two warpgroups, which multiply them with the
-//      same tiles of K and V.
+//   1. A thread block has 128 rows of Q, 64 for each of its two warpgroups, which multiply them by
+//      the same tiles of K and V.
 //
-// Why: a block of 128 keys is 64 KiB, out of the L2 cache, for 64 · 128 · 128 · 4 = 4.2 MFLOP of
-// one warpgroup. At 600 TFLOP/s that were 9.4 TB/s; two halve it. Two warpgroups are also what it
-// takes to keep the tensor cores of all four quarters of an SM at 100%; one reaches 90%.
-//
-// Expected: little by itself. Two blocks per SM were two warpgroups too, and they did not wait for
-// each other; now both wait at every barrier of the block, and multiply at the same time.
+// Why: a block of 128 keys is 64 KiB out of the L2 cache, and one warpgroup computes 64 rows · 128
+// keys · 128 columns · 4 = 4.2 MFLOP with it. At 600 TFLOP/s the SMs would read 9.4 TB/s; two
+// warpgroups per tile halve that. Two warpgroups can also keep the tensor cores of all four
+// quarters of an SM busy; one reaches 90%.
+// Expected: little by itself. h2 has two warpgroups per SM as well, in two thread blocks that do
+// not wait for each other. The two of h3 wait at every barrier of their thread block, and multiply
+// at the same time.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 446,
 // 1.15. Cost: 157 registers per thread, 96 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a loss, as feared; the price for what follows.
+// Verdict: a loss of 19% against h2: both warpgroups wait for the same copy. h4 removes that wait.
 //
 // Phases
 //   1. barriers; Q: global → shared
@@ -46,8 +47,8 @@ constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 
-// m, the rows' maximum · scale, and l take in S, which becomes P = 2^(S · scale - m), unrounded;
-// rescale is what O must be multiplied by. l sums what this lane has of a row.
+// Takes a block of keys into m, the rows' maximum · scale, and l, this lane's part of each row's
+// sum. S becomes P = 2^(S · scale - m), not yet rounded. O must be multiplied by rescale.
 template <int kCount>
 __device__ __forceinline__ void softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t Q_full = V_smem + kKVBytes;
     const uint32_t K_full = Q_full + kBarrierBytes, V_full = K_full + kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const TilePlace place = tile_place<B_r>(blockIdx.x, args);
 
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         barrier_expect(Q_full, kQBytes);
         tma_load_tile(Q_smem, args.Q, Q_full, place);
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     const uint32_t Q = wgmma_descriptor(Q_smem + warpgroup * piece_bytes(kWgmmaM));
     const uint32_t K = wgmma_descriptor(K_smem);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         __syncthreads(); // K and V may be written again
     }
 
-    // 6. O / l: registers → shared → global; each warp its own rows, where those of Q were
+    // 6. O / l: registers → shared → global; each warp stores its rows through those of Q
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         l[half] = reciprocal_approx(quad_sum(l[half]));
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         store_fragment<B_r>(Q_smem, warp_row, k, packed);
     }
     fence_async_proxy();
-    __syncwarp(); // one lane stores what all have written
+    __syncwarp(); // one lane stores the rows that all lanes have written
     if (lane == 0) {
 #pragma unroll
         for (int piece = 0; piece < kDPieces; ++piece) {
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                             place.row + warp_row, piece, place.head, place.batch);
         }
         tma_store_commit();
-        tma_store_wait_read(); // shared memory is another block's after the end of this one
+        tma_store_wait_read(); // after its end another thread block may have this memory
     }
 }
 

@@ -2,20 +2,22 @@
 // Step 6 of the hopper family: ping-pong. Parent: h5.
 //
 // What changed
-//   1. One warpgroup at a time computes exponentials: they pass a turn to each other, by named
-//      barriers. The other's products run meanwhile.
-//   2. What issues the products has names, S and O, which the next steps need.
+//   1. One warpgroup at a time computes exponentials. The two pass a turn to each other by named
+//      barriers, and the products of the other run meanwhile.
+//   2. Two functions, issue_S and issue_O, issue the products. The next steps need them.
 //
-// Why: nothing kept the warpgroups of h5 out of step. When both wait for products, the tensor cores
-// serve them in turn, and both become ready at the same time: exponentials beside exponentials.
-// Expected: 10% more at length 16384; tensor cores 71% busy instead of 63% in the prototype.
+// Why: nothing keeps the warpgroups of h5 out of step. When both wait for products, the tensor
+// cores serve them in turn, so both are ready at the same time, and both compute exponentials.
+// Expected: 10% more TFLOP/s at length 16384; tensor cores 71% busy instead of 63%, as in a test
+// kernel on an H100, written before this step.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 635,
 // 1.63. Cost: 168 registers per thread, 160 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a small gain from length 1024, hardly one sustained: h5 drifts out of step by itself.
+// Verdict: 2.3% faster than h5, a third of what was expected: about 3% from length 2048 on, nothing
+// at 512.
 //
 // Phases
 //   1. barriers
@@ -44,8 +46,8 @@ constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 
-// m, the rows' maximum · scale, and l take in S, which becomes P = 2^(S · scale - m), unrounded;
-// rescale is what O must be multiplied by. l sums what this lane has of a row.
+// Takes a block of keys into m, the rows' maximum · scale, and l, this lane's part of each row's
+// sum. S becomes P = 2^(S · scale - m), not yet rounded. O must be multiplied by rescale.
 template <int kCount>
 __device__ __forceinline__ void softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
@@ -87,12 +89,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t K_full = Q_full + kBarrierBytes; // one for each slot, as the others
+    const uint32_t K_full = Q_full + kBarrierBytes; // one per slot, like the others
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const TilePlace place = tile_place<B_r>(blockIdx.x, args);
     const int key_blocks = args.len_k / B_c;
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_j, V_j: global → shared
     if (warpgroup == kConsumers) {
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     take_registers<240>();
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -201,10 +203,10 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         finish_O();
     }
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
 
-    // 6. O / l: registers → shared → global; each warp its own rows, where those of Q were
+    // 6. O / l: registers → shared → global; each warp stores its rows through those of Q
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         l[half] = reciprocal_approx(quad_sum(l[half]));
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         store_fragment<B_r>(Q_smem, warp_row, k, packed);
     }
     fence_async_proxy();
-    __syncwarp(); // one lane stores what all have written
+    __syncwarp(); // one lane stores the rows that all lanes have written
     if (lane == 0) {
 #pragma unroll
         for (int piece = 0; piece < kDPieces; ++piece) {
@@ -225,7 +227,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                             place.row + warp_row, piece, place.head, place.batch);
         }
         tma_store_commit();
-        tma_store_wait_read(); // shared memory is another block's after the end of this one
+        tma_store_wait_read(); // after its end another thread block may have this memory
     }
 }
 

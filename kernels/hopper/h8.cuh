@@ -2,20 +2,22 @@
 // Step 8 of the hopper family: lazy rescale. Parent: h7.
 //
 // What changed
-//   1. m and O stay as they are until a row's maximum has grown by more than 2^8 over m; as in o2.
-//   2. Whether it has is asked of the lanes' own maxima, by one vote of the warp. The maximum of a
-//      row, two shuffles, is found only then.
+//   1. m and O stay as they are until the maximum of a row exceeds m by more than 8, which is a
+//      factor of 2^8 in P; as in o2.
+//   2. One vote of the warp on the lanes' own maxima tells whether it does. The two shuffles for
+//      the maximum of a row run only then.
 //
-// Why: 64 FMUL per thread and block, and the wait for the shuffles before the first exponential. P
-// grows up to 2^8, O and l with it, and the quotient is the same.
-// Expected: tensor cores 86% busy instead of 79%; less power too, which the clock gets.
+// Why: per block of keys a thread executes 64 FMUL for O, and waits for the shuffles before its
+// first exponential. P may grow up to 2^8, O and l with it, and the quotient is the same.
+// Expected: tensor cores 86% busy instead of 79%, as in a test kernel on an H100, written before
+// this step; less power too, which leaves a higher clock.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 738,
 // 1.87. Cost: 168 registers per thread, 160 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a small gain, none at length 512; h12 goes further.
+// Verdict: 2.0% faster than h7: nothing at length 512, 2 to 4% from 1024 on. h12 goes further.
 //
 // Phases
 //   1. barriers
@@ -46,9 +48,9 @@ constexpr int kWarpRows = kWgmmaM / 4;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 constexpr float kMaxGrowth = 8; // P stays below 2^8: fp16 has room to 2^16
 
-// S becomes P = 2^(S · scale - m), unrounded, and l takes in what this lane has of a row. m is the
-// rows' maximum · scale, or up to kMaxGrowth below it. Returns whether it has changed in any row of
-// the warp: then O must be multiplied by rescale.
+// S becomes P = 2^(S · scale - m), not yet rounded, and l grows by this lane's part of each row's
+// sum. m is the rows' maximum · scale, or up to kMaxGrowth below it. Returns whether m has changed
+// in any row of the warp; if so, O must be multiplied by rescale.
 template <int kCount>
 __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
@@ -102,12 +104,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t K_full = Q_full + kBarrierBytes; // one for each slot, as the others
+    const uint32_t K_full = Q_full + kBarrierBytes; // one per slot, like the others
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const TilePlace place = tile_place<B_r>(blockIdx.x, args);
     const int key_blocks = args.len_k / B_c;
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_j, V_j: global → shared
     if (warpgroup == kConsumers) {
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     take_registers<240>();
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         wgmma_wait<0>();
         finish_O();
 
-        // 7. O / l: registers → shared → global; each warp its own rows, where those of Q were
+        // 7. O / l: registers → shared → global; each warp stores its rows through those of Q
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             l[half] = reciprocal_approx(quad_sum(l[half]));
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(Q_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -261,12 +263,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                                 place.row + warp_row, piece, place.head, place.batch);
             }
             tma_store_commit();
-            tma_store_wait_read(); // shared memory is another block's after the end of this one
+            tma_store_wait_read(); // after its end another thread block may have this memory
         }
     };
     compute_tile();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
 }
 

@@ -2,23 +2,23 @@
 // Step 9 of the hopper family: descriptors that ptxas knows to be uniform. Parent: h8.
 //
 // What changed
-//   1. The descriptor of a slot goes through a shuffle that hands out lane 0's: all lanes have the
-//      same, and now ptxas knows it.
+//   1. The descriptor of a slot goes through a shuffle that gives all lanes the value of lane 0.
+//      The value is the same in all lanes anyway, but only now does ptxas know it.
 //
-// Why: HGMMA reads descriptors from uniform registers, which a warp has once. The slot of a ring is
-// found at run time, in ordinary registers. Where ptxas does not see that all lanes agree, it moves
-// both words of every descriptor to uniform registers before each HGMMA, and the tensor cores wait
-// between them; the rest of the address is then computed per lane, too.
-// Expected: R2UR of the loop from 40 to a few; in the prototype the tensor pipe went from 80% to
-// 96% where it happened. Whether it happens is up to ptxas: the same loop with the keys in another
-// order was spared.
+// Why: HGMMA reads descriptors from uniform registers, which a warp has once for all lanes. The
+// slot of a ring is found at run time, in ordinary registers. If ptxas does not see that all lanes
+// agree, it moves both words of every descriptor to uniform registers (R2UR) before each HGMMA, and
+// the tensor cores wait between them. It also computes the rest of the address per lane.
+// Expected: a few R2UR in the loop instead of 16. In a test kernel (H100) the tensor pipe went from
+// 80% to 96% busy. ptxas decides: the same loop with the keys in another order was spared.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 736,
 // 1.86. Cost: 168 registers per thread, 160 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: no gain, rather a small loss.
+// Verdict: no gain: 185.8% of flash, 186.9% before. The loop has one R2UR instead of 16: evidently
+// the tensor cores did not wait for these moves. The later steps keep the shuffles.
 //
 // Phases
 //   1. barriers
@@ -49,9 +49,9 @@ constexpr int kWarpRows = kWgmmaM / 4;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 constexpr float kMaxGrowth = 8; // P stays below 2^8: fp16 has room to 2^16
 
-// S becomes P = 2^(S · scale - m), unrounded, and l takes in what this lane has of a row. m is the
-// rows' maximum · scale, or up to kMaxGrowth below it. Returns whether it has changed in any row of
-// the warp: then O must be multiplied by rescale.
+// S becomes P = 2^(S · scale - m), not yet rounded, and l grows by this lane's part of each row's
+// sum. m is the rows' maximum · scale, or up to kMaxGrowth below it. Returns whether m has changed
+// in any row of the warp; if so, O must be multiplied by rescale.
 template <int kCount>
 __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                         float (&rescale)[2]) {
@@ -105,12 +105,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     const uint32_t K_smem = Q_smem + kQBytes; // (K_slots, B_c, d_head)
     const uint32_t V_smem = K_smem + cfg.K_slots * kKVBytes; // (V_slots, B_c, d_head)
     const uint32_t Q_full = V_smem + cfg.V_slots * kKVBytes;
-    const uint32_t K_full = Q_full + kBarrierBytes; // one for each slot, as the others
+    const uint32_t K_full = Q_full + kBarrierBytes; // one per slot, like the others
     const uint32_t K_empty = K_full + cfg.K_slots * kBarrierBytes;
     const uint32_t V_full = K_empty + cfg.K_slots * kBarrierBytes;
     const uint32_t V_empty = V_full + cfg.V_slots * kBarrierBytes;
 
-    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows begin at 64 · warpgroup
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const TilePlace place = tile_place<B_r>(blockIdx.x, args);
     const int key_blocks = args.len_k / B_c;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
-    __syncthreads(); // nobody waits at a barrier that is not there yet
+    __syncthreads(); // no thread waits at a barrier that is not initialised
 
     // 2. the producer: Q, K_j, V_j: global → shared
     if (warpgroup == kConsumers) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     take_registers<240>();
 
-    // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
+    // One arrival per warp: after its own wait the wgmma of its rows no longer read the slot.
     auto release = [&](uint32_t empty) {
         if (lane == 0) {
             barrier_arrive(empty);
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         wgmma_wait<0>();
         finish_O();
 
-        // 7. O / l: registers → shared → global; each warp its own rows, where those of Q were
+        // 7. O / l: registers → shared → global; each warp stores its rows through those of Q
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             l[half] = reciprocal_approx(quad_sum(l[half]));
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_fragment<B_r>(Q_smem, warp_row, k, packed);
         }
         fence_async_proxy();
-        __syncwarp(); // one lane stores what all have written
+        __syncwarp(); // one lane stores the rows that all lanes have written
         if (lane == 0) {
 #pragma unroll
             for (int piece = 0; piece < kDPieces; ++piece) {
@@ -264,12 +264,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                                 place.row + warp_row, piece, place.head, place.batch);
             }
             tma_store_commit();
-            tma_store_wait_read(); // shared memory is another block's after the end of this one
+            tma_store_wait_read(); // after its end another thread block may have this memory
         }
     };
     compute_tile();
     if (warpgroup == 0) {
-        take_turn(); // which is left over: a barrier ends with all that arrive
+        take_turn(); // the turn left over: no barrier may stay half complete
     }
 }
 

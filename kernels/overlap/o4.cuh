@@ -2,15 +2,15 @@
 // Step 4 of the overlap family: fragments through a ring. Parent: o3.
 //
 // What changed
-//   1. Fragments of K and V come one ldmatrix at a time into a ring of three: two are on their way
-//      while the mma of the third are issued. Before, a whole k-tile came ahead of its mma.
+//   1. Fragments of K and V come one ldmatrix at a time into a ring of three: two are being loaded
+//      while the mma of the third are issued. In o3 a whole k-tile is loaded before its mma.
 //   2. The loads run on across the products: the first of V are issued before the softmax, the
 //      first of the next K during the last mma of P @ V. No product begins by waiting.
 //   3. P is exponentiated one k-tile of keys at a time, right before its mma.
 //
-// Why: two buffers of k-tiles hold 2 · (16 + 8) registers for K and Q and, later, 2 · 32 for V; the
-// ring, 12 each for K and V, and 16 for Q. And an ldmatrix takes some 30 cycles, which o3 waits for
-// twice per block, with nothing to do but the other warp of the scheduler.
+// Why: the two buffers of k-tiles take 2 · (16 + 8) registers per thread for K and Q and, later,
+// 2 · 32 for V. The ring takes 12 each for K and V, and Q 16. An ldmatrix takes some 30 cycles. o3
+// waits for that twice per block of keys, and only the scheduler's other warp can fill the time.
 // Expected: a gain.
 //
 // benchmark:begin
@@ -19,7 +19,8 @@
 // 1.20. Cost: 255 registers per thread, 8 bytes of it spilled, 96 KiB of shared memory per block,
 // 2 blocks per SM.
 // benchmark:end
-// Verdict: a gain where the stride is read; with the static stride hardly one yet: see o5.
+// Verdict: a gain of 0.9%, to 120% of PyTorch's flash backend, and a larger one where the stride is
+// read at run time. o5 shows the worth of this order.
 //
 // Phases: as o3.
 
@@ -34,19 +35,18 @@ namespace o4 {
 
 constexpr int kDHead = 128;
 constexpr int kDTiles = kDHead / kMmaK;
-constexpr int kChunk = 8; // elements in 16 bytes, what a thread copies at once and ldmatrix's row
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kPiece = 64; // columns of a piece: rows of 128 bytes, all 32 banks once
 constexpr int kThreadsPerRow = kPiece / kChunk;
-constexpr int kAhead = 2; // ldmatrix of K or V before their mma's turn
-constexpr int kRing = kAhead + 1; // fragments in registers: one in use, the others on their way
+constexpr int kAhead = 2; // ldmatrix of K or V that run ahead of their mma
+constexpr int kRing = kAhead + 1; // fragments in registers: one in use, the others being loaded
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
-constexpr float kMaxGrowth = 8; // P stays below 2^8: fp16 has room to 2^16
+constexpr float kMaxGrowth = 8; // P is at most 2^8; fp16 reaches almost 2^16
 
-// Byte offset of (row, col) in a piece of a tile in shared memory: rows of 128 bytes, in which the
-// 16-byte chunks are permuted by the row: the chunks of one column in 8 rows then lie in all 32
-// banks.
+// Byte offset of (row, col) in a piece of a tile in shared memory: rows of 128 bytes. The row
+// permutes its 16-byte chunks, so that the chunks of one column in 8 rows lie in all 32 banks.
 __device__ __forceinline__ uint32_t smem_offset(int row, int col) {
     const int chunk = col / kChunk ^ row % 8;
     return (row * kPiece + chunk * kChunk + col % kChunk) * sizeof(Element);
@@ -58,16 +58,16 @@ __device__ constexpr int piece_offset(int piece) {
     return piece * kRows * kPiece * int(sizeof(Element));
 }
 
-// Where a thread's part of a tile begins, in elements: 8 neighbouring threads share 128 bytes of a
-// row, and have the same of its other piece.
+// Offset of a thread's part of a tile, in elements. 8 neighbouring threads share the 128 bytes of a
+// row in one piece, and copy the same columns of the other piece.
 __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
-// Starts the copy of the (kRows, d_head) tile at row first_row of X, of which X_gmem is this
-// thread's first element: base + index · stride is one IMAD.WIDE as long as both factors have 32
-// bits. With src_bytes 0 it reads nothing: the copy after the last block. A branch around it would
-// split the code that ptxas may reorder, and is slower.
+// Starts the copy of the (kRows, d_head) tile at row first_row of X; X_gmem points to this thread's
+// first element of X. An address base + index · stride is one IMAD.WIDE as long as both factors
+// have 32 bits. With src_bytes 0 the copy reads nothing: it is the one after the loop's last block.
+// A branch around it is slower, because it splits the code that ptxas may reorder.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *X_gmem,
                                                 int first_row, int row_stride, int src_bytes = 16) {
@@ -85,12 +85,12 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Elemen
     }
 }
 
-// The lanes of ldmatrix name the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. As mma's A
-// operand and, transposed, as V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. As K:
-// columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers that one mma reads
-// as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^ (lane % 8): k flips
-// bits 1 and 2 of the chunk, and bit 3 is not swizzled. So four offsets a lane, and what is added
-// to them is known at compile time.
+// The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
+// mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers
+// that one mma reads as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^
+// (lane % 8). Bits 0 and 1 of k flip bits 1 and 2 of the chunk; bit 3 of the chunk is not swizzled.
+// So a lane has four offsets of each kind, and the rest of an address is known at compile time.
 __device__ __forceinline__ void set_lane_offsets(uint32_t (&lane_offset)[4],
                                                  uint32_t (&K_lane_offset)[4]) {
     const int lane = threadIdx.x % 32;
@@ -110,8 +110,8 @@ __device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem,
            piece_offset<kRows>(k / 4);
 }
 
-// C (kRowTiles * 16, 16) += A (kRowTiles * 16, 16) @ B (16, 16), the pair of column tiles n: what
-// one ldmatrix_x4 of K or V serves.
+// C (kRowTiles * 16, 16) += A (kRowTiles * 16, 16) @ B (16, 16), in pair n of C's column tiles. One
+// ldmatrix_x4 of K or V loads B.
 template <DType kDType, int kRowTiles, int kTiles>
 __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][kTiles][4],
                                             const uint32_t (&A_rmem)[kRowTiles][4],
@@ -126,8 +126,9 @@ __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][kTiles][4
     }
 }
 
-// scaled_m, the rows' maximum · scale of one row tile, takes in S, unless it is not worth it;
-// rescale is what l and O must be multiplied by. Returns whether that is anything but 1.
+// scaled_m, maximum · scale of the rows of one row tile, takes in S where that raises it by more
+// than kMaxGrowth. rescale is the factor for l and O, 1 where scaled_m stays. Returns whether a
+// row's scaled_m has grown.
 template <int kKeyTiles>
 __device__ __forceinline__ bool update_maximum(const float (&S_rmem)[kKeyTiles][4],
                                                float (&scaled_m)[2], float (&rescale)[2]) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ bool update_maximum(const float (&S_rmem)[kKeyTiles][
         }
         const float old_m = scaled_m[half];
         const float new_m = fmaxf(quad_max(m) * kSoftmaxScale, old_m);
-        // written so that the first block, where old_m is -infinity, counts as growth
+        // true in the first block, too, where old_m is -infinity, and for NaN
         const bool grows = !(new_m - old_m <= kMaxGrowth);
         scaled_m[half] = grows ? new_m : old_m;
         rescale[half] = exp2_approx(old_m - scaled_m[half]);
@@ -150,7 +151,7 @@ __device__ __forceinline__ bool update_maximum(const float (&S_rmem)[kKeyTiles][
     return grown;
 }
 
-// P's k-tile k = 2^(S · scale - scaled_m), in mma's layout of A, and added to l.
+// k-tile k of P = 2^(S · scale - scaled_m), in the layout of mma's A operand; l takes in its sums.
 template <DType kDType, int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void exponentiate(uint32_t (&P_rmem)[kRowTiles][4],
                                              float (&l_rmem)[kRowTiles][2],
@@ -172,9 +173,9 @@ __device__ __forceinline__ void exponentiate(uint32_t (&P_rmem)[kRowTiles][4],
     }
 }
 
-// Blocks that an SM is to hold. Warps with 16 rows and 64 keys get by with 168 registers a
-// thread: twelve warps an SM. Larger ones need up to 255: eight. Left alone, ptxas takes too many
-// in one version, and in another so few that it gives up overlap.
+// Thread blocks that an SM is to hold. Warps with 16 rows and 64 keys need at most 168 registers
+// per thread: twelve warps per SM. Warps with larger tiles need up to 255: eight warps. Without a
+// bound ptxas takes too many in one version, and in another so few that it gives up overlap.
 constexpr int min_blocks(OverlapKernelConfig cfg) {
     const int warps = cfg.B_r / cfg.n_warps == kMmaM && cfg.B_c <= 64 ? 12 : 8;
     return warps > cfg.n_warps ? warps / cfg.n_warps : 1;
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     static_assert(cfg.static_row_stride >= 0);
 
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kThreads = cfg.n_threads();
-    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // of a warp
+    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // per warp
     constexpr int kKeyTiles = B_c / kMmaN, kKeyPairs = B_c / kMmaK;
     constexpr int kOTiles = kDHead / kMmaN;
     constexpr int kQKSteps = kDTiles * kKeyPairs, kPVSteps = kKeyPairs * kDTiles;
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     uint32_t lane_offset[4], K_lane_offset[4];
     set_lane_offsets(lane_offset, K_lane_offset);
 
-    // Where the config fixes a stride, it holds for all four tensors; else they are read.
+    // A stride in the config holds for all four tensors; without one, their strides are read.
     constexpr int kStride = cfg.static_row_stride;
     const int Q_stride = kStride ? kStride : args.Q_strides.row;
     const int K_stride = kStride ? kStride : args.K_strides.row;
@@ -223,13 +224,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(V_stride);
     int key = args.seq_len - B_c; // the first key of block j
 
-    // The block at `key`, where X_gmem points; then X_gmem points at the one before. Faster than an
-    // address from `key`: see `ring_by_key` in docs/tuning.md.
+    // Copies the block at `key`, where X_gmem points, and moves X_gmem to the block before it. An
+    // address computed from `key` is slower: see `ring_by_key` in docs/tuning.md.
     auto copy = [&](uint32_t tile_smem, const Element *&X_gmem, int stride, int key) {
         copy_tile_async<B_c, kThreads>(tile_smem, X_gmem, 0, stride, key >= 0 ? 16 : 0);
         X_gmem -= int64_t(B_c) * stride;
     };
-    // One ldmatrix: k-tile k of the warp's rows of Q; of K and V the step's 16 keys and 16 columns
+    // Loads: k-tile k of the warp's rows of Q; one ldmatrix of K or V, 16 keys and 16 columns
     uint32_t Q_rmem[2][kRowTiles][4], K_rmem[kRing][4], V_rmem[kRing][4];
     auto load_Q = [&](int k) {
 #pragma unroll
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
                                                 step % kDTiles));
     };
 
-    // 1. Q: global → shared; the last K and V come behind it, then the K before
+    // 1. Q: global → shared; the last K and V follow, then the K before them
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, first_row, Q_stride);
     cp_async_commit();
     copy_tile_async<B_c, kThreads>(K_smem, K_gmem, key, K_stride);
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     V_gmem += int64_t(key - B_c) * V_stride;
     copy(K_smem + kStage, K_gmem, K_stride, key - B_c);
     cp_async_commit();
-    cp_async_wait<2>(); // Q and K_j have landed, V_j and K_{j-1} may be on their way
+    cp_async_wait<2>(); // Q and K_j have landed, V_j and K_{j-1} may be in flight
     __syncthreads(); // a warp reads rows that other warps have copied
     load_Q(0);
 #pragma unroll
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     }
 
     float O_rmem[kRowTiles][kOTiles][4] = {};
-    float scaled_m[kRowTiles][2], l_rmem[kRowTiles][2] = {}; // l of this lane's columns only
+    float scaled_m[kRowTiles][2], l_rmem[kRowTiles][2] = {}; // l: this lane's columns only
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
         scaled_m[i][0] = scaled_m[i][1] = -INFINITY;
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         __syncthreads(); // no warp reads K_j or V_{j+1} any more
 #pragma unroll
         for (int step = 0; step < kAhead; ++step) {
-            load_V(stage, step); // before 16 copies that go the same way
+            load_V(stage, step); // ahead of 16 copies on the same path
         }
         copy(V_smem + (stage ^ kStage), V_gmem, V_stride, key - B_c);
         copy(K_smem + stage, K_gmem, K_stride, key - 2 * B_c);
@@ -348,9 +349,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     // 6. O = O / l, registers → shared
     __syncwarp(); // O takes the place of this warp's own rows of Q
     const uint32_t O_smem = Q_smem;
-    // Row g of 8 has chunk n of a row at n ^ g: n flips the bits of g · 16 in the lane's own
-    // offset, which stands above them by whole rows and below by words. One XOR with a constant, no
-    // shift.
+    // Row g of 8 has chunk n of a row at n ^ g. So n flips the bits of g · 16 in the lane's own
+    // offset; the bits above them count rows, those below words. A store's address is one XOR with
+    // a constant, without a shift.
     const uint32_t O_lane_smem = warp_Q_smem + smem_offset(lane / 4, lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     }
     __syncwarp(); // a lane reads what other lanes of its warp have written
 
-    // 7. O: shared → global, 8 lanes a row of 128 bytes
+    // 7. O: shared → global, 8 lanes per row of 128 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
     Element *O_gmem = head_gmem(args.O, args.O_strides) + (first_row + row) * O_stride + col;

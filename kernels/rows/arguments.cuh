@@ -1,6 +1,6 @@
 #pragma once
-// Config and arguments of the kernels of operation `rows`, which their host shares. Python has the
-// same: see flash_attention.cuh.
+// Config and arguments of the kernels of operation `rows`, shared with the host. Python has the
+// same types: see flash_attention.cuh.
 
 #include "flash_attention.cuh"
 
@@ -14,17 +14,17 @@ struct SoftmaxKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // A maximum and a sum for each warp.
+    // A maximum and a sum per warp.
     constexpr int smem_bytes() const { return 2 * n_warps * int(sizeof(float)); }
     friend auto operator<=>(const SoftmaxKernelConfig &, const SoftmaxKernelConfig &) = default;
 };
 
 // x and y have shape (rows, width), stride 1 along a row and these strides from row to row, in
-// elements. They do not overlap: x is read through the cache for what no kernel writes.
+// elements. They do not overlap, because x is read through the cache for read-only data.
 struct RowsKernelArgs {
     const void *x;
     void *y;
     int64_t x_stride, y_stride;
-    int rows; // a thread block for each
+    int rows; // one thread block each
     int width;
 };

@@ -1,33 +1,36 @@
 #pragma once
 // Step 1: the base. FlashAttention-2's forward pass (arXiv 2307.08691) on tensor cores.
 //
-// A thread block has B_r = 64 rows of Q of one head, a warp 16 of them. K and V pass by in blocks
-// of B_c = 64 keys; S and P never leave the registers.
+// A thread block computes B_r = 64 rows of Q of one head, each warp 16 of them. The loop goes over
+// K and V in blocks of B_c = 64 keys. S and P never leave the registers.
 //
-// What it stands on
-//   1. cp.async brings the tiles to shared memory, 16 bytes a thread, past the registers.
-//   2. ldmatrix turns them into fragments, four 8 x 8 matrices an instruction.
-//   3. mma.m16n8k16 multiplies, 16-bit in and fp32 out.
-//   4. The softmax runs on the accumulators: a row lies in four lanes, two shuffles reduce it.
-//   5. O goes out through shared memory, so that a warp stores whole rows, 16 bytes a lane.
+// The parts
+//   1. cp.async copies the tiles to shared memory, 16 bytes per thread, without passing registers.
+//   2. ldmatrix loads them as fragments, four 8 x 8 matrices per instruction.
+//   3. mma.m16n8k16 multiplies: 16-bit operands, fp32 sums.
+//   4. The softmax runs on the accumulators. A row lies in four lanes, so two shuffles reduce it.
+//   5. O is stored through shared memory, so that a warp stores whole rows, 16 bytes per lane.
 //
-// A whole tile becomes fragments first and is multiplied then: 128 registers for K, 128 for V.
+// All fragments of a tile are loaded before the first is multiplied: 128 registers per thread for
+// K, 128 for V.
 //
 // Why it is slow: a row of a tile has 256 bytes, twice around the 32 banks of 4 bytes. The 8 rows
 // that ldmatrix reads for one matrix lie 256 bytes apart, all in the same 4 banks: 8 wavefronts
-// instead of 1. A warp does 64 ldmatrix.x4 a block: 64 · 4 · 8 = 2048 wavefronts for what 256
-// could carry, while its 128 mma need 128 · 6 cycles of its scheduler's tensor core.
-// Expected: bound by shared memory, a sixth to an eighth of what the mma could do.
+// instead of 1. Per block of keys a warp executes 64 ldmatrix.x4, 64 · 4 · 8 = 2048 wavefronts,
+// where 256 would do. With 64 wavefronts for its copies, shared memory is busy for 2112 cycles. The
+// SM's tensor cores need 128 · 1.5 = 192 cycles for its 128 mma.
+// Expected: bound by shared memory; 192 / 2112, less than a tenth of what the tensor cores can do.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 58, 0.16.
 // Cost: 197 registers per thread, 48 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: right, and slow for the reason given; the reference point for everything that follows.
+// Verdict: right, and slow for this one reason: 16% of PyTorch's flash backend. It is the reference
+// for all steps that follow.
 //
-// Phases: 1 Q to registers; for each block: 2 K and V to shared memory, 3 S = Q @ K^T, 4 softmax,
-// 5 O += P @ V; then 6 O / l to shared memory, 7 O to global memory.
+// Phases: 1 Q to registers. For each block of keys: 2 K and V to shared memory, 3 S = Q @ K^T,
+// 4 softmax, 5 O += P @ V. Then 6 O / l to shared memory, 7 O to global memory.
 
 #include "cp_async.cuh"
 #include "flash_attention.cuh"
@@ -40,7 +43,7 @@ namespace v1 {
 
 constexpr int kDHead = 128;
 constexpr int kDTiles = kDHead / kMmaK;
-constexpr int kChunk = 8; // elements in 16 bytes, what a thread copies at once and ldmatrix's row
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kThreadsPerRow = kDHead / kChunk;
 constexpr float kSoftmaxScale = 0.08838834764831845f; // 1 / sqrt(d_head)
 
@@ -49,13 +52,13 @@ __device__ __forceinline__ uint32_t smem_offset(int row, int col) {
     return (row * kDHead + col) * sizeof(Element);
 }
 
-// Where a thread's part of a tile begins, in elements: 16 neighbouring threads share a row of 256
+// Offset of a thread's part of a tile, in elements. 16 neighbouring threads share a row of 256
 // bytes.
 __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
-// Starts the copy of a (kRows, d_head) tile, of which thread_gmem is this thread's first element.
+// Starts the copy of a (kRows, d_head) tile; thread_gmem points to this thread's first element.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *thread_gmem,
                                                 int64_t row_stride) {
@@ -68,14 +71,15 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Elemen
     }
 }
 
-// The address that this lane gives to ldmatrix for the 16 x 16 piece at (row, col): its four 8 x 8
-// matrices in the order of mma's A operand, rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The address that this lane gives to ldmatrix for the 16 x 16 piece at (row, col). The piece's
+// four 8 x 8 matrices have the order of mma's A operand: rows 0-7 and 8-15 of columns 0-7, then of
+// columns 8-15.
 __device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem, int row, int col) {
     const int lane = threadIdx.x % 32;
     return tile_smem + smem_offset(row + lane % 16, col + lane / 16 * kChunk);
 }
 
-// Rows of Q or K: kTiles k-tiles along d_head from tile k0 on, 16-row pieces from `row` on.
+// Fragments of Q or K: kPieces · 16 rows from `row` on, kTiles k-tiles of d_head from tile k0 on.
 template <int kTiles, int kPieces>
 __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPieces][4],
                                                uint32_t X_smem, int row, int k0) {
@@ -88,8 +92,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPiece
     }
 }
 
-// V: kTiles k-tiles along the keys from tile k0 on, all of d_head. Transposed on the way, since mma
-// wants its B operand by columns.
+// Fragments of V: kTiles k-tiles of keys from tile k0 on, all of d_head. The load transposes them,
+// since mma wants its B operand by columns.
 template <int kTiles>
 __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTiles][4],
                                                  uint32_t V_smem, int k0) {
@@ -113,7 +117,7 @@ __device__ __forceinline__ void add_Q_Kt(float (&S_rmem)[kRowTiles][kKeyTiles][4
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                // In A's order the two halves of d_head are two registers apart.
+                // In A's order the two halves of a k-tile are two registers apart.
                 mma_m16n8k16<kDType>(S_rmem[i][n], Q_rmem[k][i], K_rmem[k][n / 2][n % 2],
                                      K_rmem[k][n / 2][n % 2 + 2]);
             }
@@ -121,7 +125,7 @@ __device__ __forceinline__ void add_Q_Kt(float (&S_rmem)[kRowTiles][kKeyTiles][4
     }
 }
 
-// O (kRowTiles * 16, d_head) += P @ V over kTiles k-tiles of keys, which stand in P from tile k0 on
+// O (kRowTiles * 16, d_head) += P @ V over kTiles k-tiles of keys, which begin at k-tile k0 of P
 template <DType kDType, int kTiles, int kRowTiles, int kPTiles>
 __device__ __forceinline__ void add_P_V(float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
                                         const uint32_t (&P_rmem)[kPTiles][kRowTiles][4],
@@ -139,8 +143,8 @@ __device__ __forceinline__ void add_P_V(float (&O_rmem)[kRowTiles][kDHead / kMma
     }
 }
 
-// S becomes P = exp(S · scale - m), not yet divided by l. m and l of the rows so far take in this
-// block; what was summed before was relative to the old m, so l and O are rescaled to the new one.
+// S becomes P = exp(S · scale - m), not yet divided by l. m and l of the rows take in this block.
+// The sums so far, l and O, are relative to the old m, so they are rescaled to the new one.
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTiles][4],
                                                float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
@@ -171,7 +175,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
                 O_rmem[i][n][2 * half + 1] *= rescale;
             }
         }
-        // l stays a sum over this lane's columns only; the quad is added up once, at the end.
+        // l sums this lane's columns only; the sums of a quad are added once, at the end.
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -185,7 +189,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
     }
 }
 
-// Two blocks, eight warps an SM, leave a thread 255 registers.
+// Two thread blocks of four warps per SM leave 255 registers per thread.
 constexpr int kMinBlocks = 2;
 
 template <typename Config>
@@ -224,7 +228,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(args.V_strides.row);
     const int n_blocks = args.seq_len / B_c;
 
-    // 1. Q: global → shared → registers, for the whole life of the block
+    // 1. Q: global → shared → registers, where it stays
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, args.Q_strides.row);
     cp_async_commit();
     cp_async_wait<0>();
@@ -242,7 +246,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
 
     for (int j = 0; j < n_blocks; ++j) {
         // 2. K_j and V_j: global → shared
-        __syncthreads(); // no warp reads the last K and V any more
+        __syncthreads(); // no warp reads K_{j-1} and V_{j-1} any more
         copy_tile_async<B_c, kThreads>(K_smem, K_gmem, args.K_strides.row);
         cp_async_commit();
         copy_tile_async<B_c, kThreads>(V_smem, V_gmem, args.V_strides.row);
@@ -251,7 +255,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
         V_gmem += B_c * args.V_strides.row;
 
         // 3. S = Q @ K^T
-        cp_async_wait<1>(); // K_j has landed, V_j may be on its way
+        cp_async_wait<1>(); // K_j has landed, V_j may be in flight
         __syncthreads();
         float S_rmem[kRowTiles][kKeyTiles][4] = {};
         uint32_t K_rmem[kDTiles][kKeyTiles / 2][4]; // 128 registers
@@ -290,7 +294,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
     }
     __syncwarp(); // a lane reads what other lanes of its warp have written
 
-    // 7. O: shared → global, 16 lanes a row of 256 bytes
+    // 7. O: shared → global, 16 lanes per row of 256 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
     Element *O_gmem =

@@ -2,14 +2,14 @@
 // Step 14: cache policy. Parent: v13.
 //
 // What changed
-//   1. O is stored as streaming data (st.global.cs): the first to leave L2.
-//   2. cp.async asks L2 for whole 128-byte lines (.L2::128B).
+//   1. O is stored as streaming data (st.global.cs), the first to leave L2.
+//   2. cp.async asks L2 for whole lines of 128 bytes (.L2::128B).
 //
-// Why: O is written once and not read here; K and V of a head are read by seq_len / B_r thread
-// blocks and should stay. A row of 256 bytes is two lines, asked for in 16-byte pieces by 16
-// threads.
-// Expected: nothing where K and V of the heads in flight fit L2 (50 MB on an H100; 8 MB a head at
-// 16384).
+// Why: O is written once and not read here. K and V of a head are read by seq_len / B_r thread
+// blocks and should stay in L2. A row of 256 bytes is two lines, which 16 threads ask for in pieces
+// of 16 bytes.
+// Expected: nothing where K and V of the heads in flight fit L2: 8 MiB per head at length 16384, of
+// 50 MB on an H100.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
@@ -18,9 +18,9 @@
 // 128, B_c 64, 4 warps: 411, 1.12. Cost: 255 registers per thread, 40 bytes of it spilled, 64 KiB
 // of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: nothing on an H100.
+// Verdict: no gain on an H100, at either tile.
 //
-// Phases: as v4.
+// Phases: as v13.
 
 #include "cp_async.cuh"
 #include "flash_attention.cuh"
@@ -35,28 +35,28 @@ namespace v14 {
 
 constexpr int kDHead = 128;
 constexpr int kDTiles = kDHead / kMmaK;
-constexpr int kChunk = 8; // elements in 16 bytes, what a thread copies at once and ldmatrix's row
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kThreadsPerRow = kDHead / kChunk;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 
-// Byte offset of (row, col) in a tile in shared memory: rows of 256 bytes, in which the 16-byte
-// chunks are permuted by the row: the chunks of one column in 8 rows then lie in all 32 banks.
+// Byte offset of (row, col) in a tile in shared memory: rows of 256 bytes. The row permutes its
+// 16-byte chunks, so that the chunks of one column in 8 rows lie in all 32 banks.
 __device__ __forceinline__ uint32_t smem_offset(int row, int col) {
     const int chunk = col / kChunk ^ row % 8;
     return (row * kDHead + chunk * kChunk + col % kChunk) * sizeof(Element);
 }
 
-// Where a thread's part of a tile begins, in elements: 16 neighbouring threads share a row of 256
+// Offset of a thread's part of a tile, in elements. 16 neighbouring threads share a row of 256
 // bytes.
 __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
-// Starts the copy of the (kRows, d_head) tile at row first_row of X, of which X_gmem is this
-// thread's first element: base + index · stride is one IMAD.WIDE as long as both factors have 32
-// bits. With src_bytes 0 it reads nothing: the copy after the last block. A branch around it would
-// split the code that ptxas may reorder, and is slower.
+// Starts the copy of the (kRows, d_head) tile at row first_row of X; X_gmem points to this thread's
+// first element of X. An address base + index · stride is one IMAD.WIDE as long as both factors
+// have 32 bits. With src_bytes 0 the copy reads nothing: it is the one after the loop's last block.
+// A branch around it is slower, because it splits the code that ptxas may reorder.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *X_gmem,
                                                 int first_row, int row_stride, int src_bytes = 16) {
@@ -69,12 +69,12 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Elemen
     }
 }
 
-// The lanes of ldmatrix name the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. As mma's A
-// operand and, transposed, as V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. As K:
-// columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers that one mma reads
-// as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^ (lane % 8): k flips
-// bits 1 and 2 of the chunk, and bit 3 is not swizzled. So four offsets a lane, and what is added
-// to them is known at compile time.
+// The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
+// mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers
+// that one mma reads as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^
+// (lane % 8). Bits 0 and 1 of k flip bits 1 and 2 of the chunk; bit 3 of the chunk is not swizzled.
+// So a lane has four offsets of each kind, and the rest of an address is known at compile time.
 __device__ __forceinline__ void set_lane_offsets(uint32_t (&lane_offset)[4],
                                                  uint32_t (&K_lane_offset)[4]) {
     const int lane = threadIdx.x % 32;
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem,
     return tile_smem + lane_offset[k % 4] + (row * kDHead + k / 4 * 64) * sizeof(Element);
 }
 
-// Rows of Q or K from X_smem on: kTiles k-tiles along d_head from tile k0 on.
+// Fragments of the rows of Q or K from X_smem on: kTiles k-tiles of d_head from tile k0 on.
 template <int kTiles, int kPieces>
 __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPieces][4],
                                                uint32_t X_smem, const uint32_t (&lane_offset)[4],
@@ -106,8 +106,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPiece
     }
 }
 
-// V: kTiles k-tiles along the keys from tile k0 on, all of d_head. Transposed on the way, since mma
-// wants its B operand by columns.
+// Fragments of V: kTiles k-tiles of keys from tile k0 on, all of d_head. The load transposes them,
+// since mma wants its B operand by columns.
 template <int kTiles>
 __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTiles][4],
                                                  uint32_t V_smem, const uint32_t (&lane_offset)[4],
@@ -122,8 +122,8 @@ __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTi
     }
 }
 
-// C (kRowTiles * 16, kPairs * 16) += A @ B over the kTiles k-tiles of B, which stand in A from tile
-// k0 on. For Q @ K^T and for P @ V alike, now that K's fragments have V's order.
+// C (kRowTiles * 16, kPairs * 16) += A @ B over the kTiles k-tiles of B, which begin at k-tile k0
+// of A. It serves Q @ K^T and P @ V, since fragments of K and V have the same order.
 template <DType kDType, int kATiles, int kTiles, int kRowTiles, int kPairs>
 __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][2 * kPairs][4],
                                             const uint32_t (&A_rmem)[kATiles][kRowTiles][4],
@@ -141,9 +141,9 @@ __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][2 * kPair
     }
 }
 
-// S becomes P = 2^(S · scale - m · scale), not yet divided by l; m is a maximum of S itself. m and
-// l of the rows so far take in this block; what was summed before was relative to the old m, so l
-// and O are rescaled to the new one. The first block has nothing before it.
+// S becomes P = 2^(S · scale - m · scale), not yet divided by l; m is the maximum of S before
+// scaling. m and l of the rows take in this block. The sums so far, l and O, are relative to the
+// old m, so they are rescaled to the new one. The first block has nothing before it.
 template <bool kFirst, int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTiles][4],
                                                float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
@@ -176,7 +176,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
             m_rmem[i][half] = m[half];
         }
         const float scaled_m[2] = {m[0] * kSoftmaxScale, m[1] * kSoftmaxScale};
-        // l stays a sum over this lane's columns only; the quad is added up once, at the end.
+        // l sums this lane's columns only; the sums of a quad are added once, at the end.
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -194,9 +194,9 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
     }
 }
 
-// Blocks that an SM is to hold. Warps with 16 rows and 64 keys now get by with 168 registers a
-// thread: twelve warps an SM. Larger ones need up to 255: eight. Left alone, ptxas takes too many
-// in one version, and in another so few that it gives up overlap.
+// Thread blocks that an SM is to hold. Warps with 16 rows and 64 keys need at most 168 registers
+// per thread: twelve warps per SM. Warps with larger tiles need up to 255: eight warps. Without a
+// bound ptxas takes too many in one version, and in another so few that it gives up overlap.
 constexpr int min_blocks(FlashForwardKernelConfig cfg) {
     const int warps = cfg.B_r / cfg.n_warps == kMmaM && cfg.B_c <= 64 ? 12 : 8;
     return warps > cfg.n_warps ? warps / cfg.n_warps : 1;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     static_assert(cfg.static_row_stride == 0, "the row stride can be a constant from v16 on");
 
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kThreads = cfg.n_threads();
-    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // of a warp
+    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // per warp
     constexpr int kKeyTiles = B_c / kMmaN;
     constexpr int kOTiles = kDHead / kMmaN;
     constexpr int kBuffers = cfg.mma_double_buffer_loads ? 2 : 1;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(args.V_strides.row);
     int next_key = args.seq_len - B_c; // the first key of the block that is loaded next
 
-    // 1. Q: global → shared (→ registers); the last K and V come behind it
+    // 1. Q: global → shared (→ registers); the last K and V follow
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, first_row, args.Q_strides.row);
     cp_async_commit();
     copy_tile_async<B_c, kThreads>(K_smem, K_gmem, next_key, args.K_strides.row);
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     auto process_block = [&](auto first) {
         next_key -= B_c;
         // 2. S = Q @ K^T
-        cp_async_wait<1>(); // Q and K_j have landed, V_j may be on its way
+        cp_async_wait<1>(); // Q and K_j have landed, V_j may be in flight
         __syncthreads();
         float S_rmem[kRowTiles][kKeyTiles][4] = {};
         uint32_t K_rmem[kBuffers][kQKLoad][kKeyTiles / 2][4];
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         round_P<cfg.dtype>(P_rmem, S_rmem);
 
         // 5. O += P @ V
-        cp_async_wait<1>(); // V_j has landed, K_{j-1} may be on its way
+        cp_async_wait<1>(); // V_j has landed, K_{j-1} may be in flight
         __syncthreads();
         uint32_t V_rmem[kBuffers][kVLoad][kDTiles][4];
 #pragma unroll
@@ -330,9 +330,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     // 7. O = O / l, registers → shared
     __syncwarp(); // O takes the place of this warp's own rows of Q
     const uint32_t O_smem = Q_smem;
-    // Row g of 8 has chunk n of a row at n ^ g: n flips the bits of g · 16 in the lane's own
-    // offset, which stands above them by whole rows and below by words. One XOR with a constant, no
-    // shift.
+    // Row g of 8 has chunk n of a row at n ^ g. So n flips the bits of g · 16 in the lane's own
+    // offset; the bits above them count rows, those below words. A store's address is one XOR with
+    // a constant, without a shift.
     const uint32_t O_lane_smem = warp_Q_smem + smem_offset(lane / 4, lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     }
     __syncwarp(); // a lane reads what other lanes of its warp have written
 
-    // 8. O: shared → global, 16 lanes a row of 256 bytes
+    // 8. O: shared → global, 16 lanes per row of 256 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
     Element *O_gmem =

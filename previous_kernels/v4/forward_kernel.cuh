@@ -2,25 +2,26 @@
 // Step 4: fragment loads interleaved with mma. Parent: v3.
 //
 // What changed
-//   1. Fragments of one k-tile are loaded and multiplied, then those of the next, for K and V.
-//   2. Q's fragments are loaded along with K's, not held for the life of the block.
+//   1. Fragments of K and V are loaded and multiplied one k-tile at a time.
+//   2. Q's fragments are loaded along with K's; they are not held for the life of the thread block.
 //
-// Why: registers. A whole tile of K or V is 128 registers a thread, one k-tile 16 (K) or 32 (V); Q
-// held in registers is 32 more. ptxas moves ldmatrix as it likes, so 1 alone frees little: what it
-// cannot undo is 2, because Q's tile may have changed behind a barrier. The price is 8 ldmatrix
-// more a block, 72 for 64, and shared memory is what this tile shape is short of: a 16-row warp
-// reads 32 KiB of K and V for 128 mma.
-// Expected: fewer registers; slower, until a later step turns the registers into a third block
-// (v8).
+// Why: registers. A whole tile of K or V takes 128 registers per thread, one k-tile 16 (K) or 32
+// (V); Q held in registers takes 32 more. ptxas moves ldmatrix as it likes, so item 1 alone frees
+// little. It cannot undo item 2, because Q's tile may have changed behind a barrier. The price is
+// 72 ldmatrix per warp and block of keys instead of 64. Shared memory is what this tile is short
+// of: a warp of 16 rows reads 32 KiB of K and V for 128 mma.
+// Expected: fewer registers, and slower, until a later step (v8) uses the registers for a third
+// thread block per SM.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
 // of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 324,
 // 0.89. Cost: 229 registers per thread, 48 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: registers fall, speed too on an H100. A dead end by itself, and the ground for v8.
+// Verdict: a loss by itself: 89% of PyTorch's flash backend instead of 93%. Registers fall from 248
+// to 229 per thread, and v8 needs that.
 //
-// Phases: as v3, but Q goes to shared memory only.
+// Phases: as v3, but 1 leaves Q in shared memory.
 
 #include "cp_async.cuh"
 #include "flash_attention.cuh"
@@ -33,26 +34,26 @@ namespace v4 {
 
 constexpr int kDHead = 128;
 constexpr int kDTiles = kDHead / kMmaK;
-constexpr int kChunk = 8; // elements in 16 bytes, what a thread copies at once and ldmatrix's row
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kThreadsPerRow = kDHead / kChunk;
 constexpr float kSoftmaxScale = 0.08838834764831845f; // 1 / sqrt(d_head)
 
-// Byte offset of (row, col) in a tile in shared memory: rows of 256 bytes, in which the 16-byte
-// chunks are permuted by the row: the chunks of one column in 8 rows then lie in all 32 banks.
+// Byte offset of (row, col) in a tile in shared memory: rows of 256 bytes. The row permutes its
+// 16-byte chunks, so that the chunks of one column in 8 rows lie in all 32 banks.
 __device__ __forceinline__ uint32_t smem_offset(int row, int col) {
     const int chunk = col / kChunk ^ row % 8;
     return (row * kDHead + chunk * kChunk + col % kChunk) * sizeof(Element);
 }
 
-// Where a thread's part of a tile begins, in elements: 16 neighbouring threads share a row of 256
+// Offset of a thread's part of a tile, in elements. 16 neighbouring threads share a row of 256
 // bytes.
 __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
-// Starts the copy of a (kRows, d_head) tile, of which thread_gmem is this thread's first element.
-// With src_bytes 0 it reads nothing: the copy after the last block. A branch around it would split
-// the code that ptxas may reorder, and is slower.
+// Starts the copy of a (kRows, d_head) tile; thread_gmem points to this thread's first element.
+// With src_bytes 0 the copy reads nothing: it is the one after the loop's last block. A branch
+// around it is slower, because it splits the code that ptxas may reorder.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *thread_gmem,
                                                 int64_t row_stride, int src_bytes = 16) {
@@ -65,14 +66,15 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Elemen
     }
 }
 
-// The address that this lane gives to ldmatrix for the 16 x 16 piece at (row, col): its four 8 x 8
-// matrices in the order of mma's A operand, rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The address that this lane gives to ldmatrix for the 16 x 16 piece at (row, col). The piece's
+// four 8 x 8 matrices have the order of mma's A operand: rows 0-7 and 8-15 of columns 0-7, then of
+// columns 8-15.
 __device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem, int row, int col) {
     const int lane = threadIdx.x % 32;
     return tile_smem + smem_offset(row + lane % 16, col + lane / 16 * kChunk);
 }
 
-// Rows of Q or K: kTiles k-tiles along d_head from tile k0 on, 16-row pieces from `row` on.
+// Fragments of Q or K: kPieces · 16 rows from `row` on, kTiles k-tiles of d_head from tile k0 on.
 template <int kTiles, int kPieces>
 __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPieces][4],
                                                uint32_t X_smem, int row, int k0) {
@@ -85,8 +87,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPiece
     }
 }
 
-// V: kTiles k-tiles along the keys from tile k0 on, all of d_head. Transposed on the way, since mma
-// wants its B operand by columns.
+// Fragments of V: kTiles k-tiles of keys from tile k0 on, all of d_head. The load transposes them,
+// since mma wants its B operand by columns.
 template <int kTiles>
 __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTiles][4],
                                                  uint32_t V_smem, int k0) {
@@ -110,7 +112,7 @@ __device__ __forceinline__ void add_Q_Kt(float (&S_rmem)[kRowTiles][kKeyTiles][4
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                // In A's order the two halves of d_head are two registers apart.
+                // In A's order the two halves of a k-tile are two registers apart.
                 mma_m16n8k16<kDType>(S_rmem[i][n], Q_rmem[k][i], K_rmem[k][n / 2][n % 2],
                                      K_rmem[k][n / 2][n % 2 + 2]);
             }
@@ -118,7 +120,7 @@ __device__ __forceinline__ void add_Q_Kt(float (&S_rmem)[kRowTiles][kKeyTiles][4
     }
 }
 
-// O (kRowTiles * 16, d_head) += P @ V over kTiles k-tiles of keys, which stand in P from tile k0 on
+// O (kRowTiles * 16, d_head) += P @ V over kTiles k-tiles of keys, which begin at k-tile k0 of P
 template <DType kDType, int kTiles, int kRowTiles, int kPTiles>
 __device__ __forceinline__ void add_P_V(float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
                                         const uint32_t (&P_rmem)[kPTiles][kRowTiles][4],
@@ -136,8 +138,8 @@ __device__ __forceinline__ void add_P_V(float (&O_rmem)[kRowTiles][kDHead / kMma
     }
 }
 
-// S becomes P = exp(S · scale - m), not yet divided by l. m and l of the rows so far take in this
-// block; what was summed before was relative to the old m, so l and O are rescaled to the new one.
+// S becomes P = exp(S · scale - m), not yet divided by l. m and l of the rows take in this block.
+// The sums so far, l and O, are relative to the old m, so they are rescaled to the new one.
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTiles][4],
                                                float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
@@ -168,7 +170,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
                 O_rmem[i][n][2 * half + 1] *= rescale;
             }
         }
-        // l stays a sum over this lane's columns only; the quad is added up once, at the end.
+        // l sums this lane's columns only; the sums of a quad are added once, at the end.
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -182,7 +184,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
     }
 }
 
-// Two blocks, eight warps an SM, leave a thread 255 registers.
+// Two thread blocks of four warps per SM leave 255 registers per thread.
 constexpr int kMinBlocks = 2;
 
 template <typename Config>
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(args.V_strides.row);
     const int n_blocks = args.seq_len / B_c;
 
-    // 1. Q: global → shared; K_0 and V_0 come behind it
+    // 1. Q: global → shared; K_0 and V_0 follow
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, args.Q_strides.row);
     cp_async_commit();
     copy_tile_async<B_c, kThreads>(K_smem, K_gmem, args.K_strides.row);
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
 
     for (int j = 0; j < n_blocks; ++j) {
         // 2. S = Q @ K^T
-        cp_async_wait<1>(); // Q and K_j have landed, V_j may be on its way
+        cp_async_wait<1>(); // Q and K_j have landed, V_j may be in flight
         __syncthreads();
         float S_rmem[kRowTiles][kKeyTiles][4] = {};
         uint32_t Q_rmem[kQKLoad][kRowTiles][4], K_rmem[kQKLoad][kKeyTiles / 2][4]; // 4 + 16
@@ -264,7 +266,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
         round_P<cfg.dtype>(P_rmem, S_rmem);
 
         // 5. O += P @ V
-        cp_async_wait<1>(); // V_j has landed, K_{j+1} may be on its way
+        cp_async_wait<1>(); // V_j has landed, K_{j+1} may be in flight
         __syncthreads();
         uint32_t V_rmem[kVLoad][kDTiles][4]; // 32 registers
 #pragma unroll
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
     }
     __syncwarp(); // a lane reads what other lanes of its warp have written
 
-    // 8. O: shared → global, 16 lanes a row of 256 bytes
+    // 8. O: shared → global, 16 lanes per row of 256 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
     Element *O_gmem =

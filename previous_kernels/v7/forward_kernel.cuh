@@ -2,16 +2,17 @@
 // Step 7: a kernel to tune. Parent: v6.
 //
 // What changed
-//   1. B_r, B_c, the warps, the k-tiles loaded at once and double buffering are template
+//   1. B_r, B_c, the number of warps, the k-tiles loaded at once and double buffering are template
 //      parameters.
 //   2. Q stays in registers where Q_mma_load_K_tiles is 0.
 //   3. The launch bound follows the number of warps.
 //
 // Why: a warp with 32 rows instead of 16 uses each fragment of K and V twice: 80 ldmatrix for 256
-// mma instead of 144. Its accumulators double to 64 + 128 registers, and 64 KiB a block leave room
-// for two. Which shape wins depends on the GPU: a sweep says, not a formula.
-// Expected: nothing at the fixed config, the same instructions; the gain is in the best config's
-// column.
+// mma instead of 144. Its accumulators double, to 64 + 128 registers per thread, which leaves room
+// for two thread blocks of 4 warps per SM. Which shape wins depends on the GPU: a sweep tells, not
+// a formula.
+// Expected: no change at B_r 64, which executes the same instructions; a gain at B_r 128, if the
+// registers suffice.
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
@@ -20,8 +21,8 @@
 // 128, B_c 64, 4 warps: 287, 0.79. Cost: 255 registers per thread, 128 bytes of it spilled, 64 KiB
 // of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: none by itself, rather slower for the same mix of instructions: unexplained. B_r 128
-// pays once v8 and v9 have freed registers; here it spills.
+// Verdict: no gain. B_r 64 executes the same instructions in another order and is 1.5% slower:
+// unexplained. B_r 128 spills, at 79% of PyTorch's flash backend; it pays after v8 and v9.
 //
 // Phases: as v4.
 
@@ -36,26 +37,26 @@ namespace v7 {
 
 constexpr int kDHead = 128;
 constexpr int kDTiles = kDHead / kMmaK;
-constexpr int kChunk = 8; // elements in 16 bytes, what a thread copies at once and ldmatrix's row
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kThreadsPerRow = kDHead / kChunk;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 
-// Byte offset of (row, col) in a tile in shared memory: rows of 256 bytes, in which the 16-byte
-// chunks are permuted by the row: the chunks of one column in 8 rows then lie in all 32 banks.
+// Byte offset of (row, col) in a tile in shared memory: rows of 256 bytes. The row permutes its
+// 16-byte chunks, so that the chunks of one column in 8 rows lie in all 32 banks.
 __device__ __forceinline__ uint32_t smem_offset(int row, int col) {
     const int chunk = col / kChunk ^ row % 8;
     return (row * kDHead + chunk * kChunk + col % kChunk) * sizeof(Element);
 }
 
-// Where a thread's part of a tile begins, in elements: 16 neighbouring threads share a row of 256
+// Offset of a thread's part of a tile, in elements. 16 neighbouring threads share a row of 256
 // bytes.
 __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
-// Starts the copy of a (kRows, d_head) tile, of which thread_gmem is this thread's first element.
-// With src_bytes 0 it reads nothing: the copy after the last block. A branch around it would split
-// the code that ptxas may reorder, and is slower.
+// Starts the copy of a (kRows, d_head) tile; thread_gmem points to this thread's first element.
+// With src_bytes 0 the copy reads nothing: it is the one after the loop's last block. A branch
+// around it is slower, because it splits the code that ptxas may reorder.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *thread_gmem,
                                                 int64_t row_stride, int src_bytes = 16) {
@@ -68,14 +69,15 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Elemen
     }
 }
 
-// The address that this lane gives to ldmatrix for the 16 x 16 piece at (row, col): its four 8 x 8
-// matrices in the order of mma's A operand, rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The address that this lane gives to ldmatrix for the 16 x 16 piece at (row, col). The piece's
+// four 8 x 8 matrices have the order of mma's A operand: rows 0-7 and 8-15 of columns 0-7, then of
+// columns 8-15.
 __device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem, int row, int col) {
     const int lane = threadIdx.x % 32;
     return tile_smem + smem_offset(row + lane % 16, col + lane / 16 * kChunk);
 }
 
-// Rows of Q or K: kTiles k-tiles along d_head from tile k0 on, 16-row pieces from `row` on.
+// Fragments of Q or K: kPieces · 16 rows from `row` on, kTiles k-tiles of d_head from tile k0 on.
 template <int kTiles, int kPieces>
 __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPieces][4],
                                                uint32_t X_smem, int row, int k0) {
@@ -88,8 +90,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPiece
     }
 }
 
-// V: kTiles k-tiles along the keys from tile k0 on, all of d_head. Transposed on the way, since mma
-// wants its B operand by columns.
+// Fragments of V: kTiles k-tiles of keys from tile k0 on, all of d_head. The load transposes them,
+// since mma wants its B operand by columns.
 template <int kTiles>
 __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTiles][4],
                                                  uint32_t V_smem, int k0) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void add_Q_Kt(float (&S_rmem)[kRowTiles][kKeyTiles][4
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                // In A's order the two halves of d_head are two registers apart.
+                // In A's order the two halves of a k-tile are two registers apart.
                 mma_m16n8k16<kDType>(S_rmem[i][n], Q_rmem[k][i], K_rmem[k][n / 2][n % 2],
                                      K_rmem[k][n / 2][n % 2 + 2]);
             }
@@ -121,7 +123,7 @@ __device__ __forceinline__ void add_Q_Kt(float (&S_rmem)[kRowTiles][kKeyTiles][4
     }
 }
 
-// O (kRowTiles * 16, d_head) += P @ V over kTiles k-tiles of keys, which stand in P from tile k0 on
+// O (kRowTiles * 16, d_head) += P @ V over kTiles k-tiles of keys, which begin at k-tile k0 of P
 template <DType kDType, int kTiles, int kRowTiles, int kPTiles>
 __device__ __forceinline__ void add_P_V(float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
                                         const uint32_t (&P_rmem)[kPTiles][kRowTiles][4],
@@ -139,9 +141,9 @@ __device__ __forceinline__ void add_P_V(float (&O_rmem)[kRowTiles][kDHead / kMma
     }
 }
 
-// S becomes P = 2^(S · scale - m · scale), not yet divided by l; m is a maximum of S itself. m and
-// l of the rows so far take in this block; what was summed before was relative to the old m, so l
-// and O are rescaled to the new one.
+// S becomes P = 2^(S · scale - m · scale), not yet divided by l; m is the maximum of S before
+// scaling. m and l of the rows take in this block. The sums so far, l and O, are relative to the
+// old m, so they are rescaled to the new one.
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTiles][4],
                                                float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
@@ -171,7 +173,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
             }
         }
         const float scaled_m[2] = {m[0] * kSoftmaxScale, m[1] * kSoftmaxScale};
-        // l stays a sum over this lane's columns only; the quad is added up once, at the end.
+        // l sums this lane's columns only; the sums of a quad are added once, at the end.
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -185,7 +187,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
     }
 }
 
-// Eight warps an SM leave a thread 255 registers.
+// Eight warps per SM leave 255 registers per thread.
 constexpr int min_blocks(FlashForwardKernelConfig cfg) {
     return cfg.n_warps < 8 ? 8 / cfg.n_warps : 1;
 }
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     static_assert(cfg.static_row_stride == 0, "the row stride can be a constant from v16 on");
 
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kThreads = cfg.n_threads();
-    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // of a warp
+    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // per warp
     constexpr int kKeyTiles = B_c / kMmaN;
     constexpr int kOTiles = kDHead / kMmaN;
     constexpr int kBuffers = cfg.mma_double_buffer_loads ? 2 : 1;
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(args.V_strides.row);
     const int n_blocks = args.seq_len / B_c;
 
-    // 1. Q: global → shared (→ registers); K_0 and V_0 come behind it
+    // 1. Q: global → shared (→ registers); K_0 and V_0 follow
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, args.Q_strides.row);
     cp_async_commit();
     copy_tile_async<B_c, kThreads>(K_smem, K_gmem, args.K_strides.row);
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
 
     for (int j = 0; j < n_blocks; ++j) {
         // 2. S = Q @ K^T
-        cp_async_wait<1>(); // Q and K_j have landed, V_j may be on its way
+        cp_async_wait<1>(); // Q and K_j have landed, V_j may be in flight
         __syncthreads();
         float S_rmem[kRowTiles][kKeyTiles][4] = {};
         uint32_t K_rmem[kBuffers][kQKLoad][kKeyTiles / 2][4];
@@ -292,7 +294,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         round_P<cfg.dtype>(P_rmem, S_rmem);
 
         // 5. O += P @ V
-        cp_async_wait<1>(); // V_j has landed, K_{j+1} may be on its way
+        cp_async_wait<1>(); // V_j has landed, K_{j+1} may be in flight
         __syncthreads();
         uint32_t V_rmem[kBuffers][kVLoad][kDTiles][4];
 #pragma unroll
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     }
     __syncwarp(); // a lane reads what other lanes of its warp have written
 
-    // 8. O: shared → global, 16 lanes a row of 256 bytes
+    // 8. O: shared → global, 16 lanes per row of 256 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
     Element *O_gmem =

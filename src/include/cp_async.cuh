@@ -3,14 +3,14 @@
 
 #include <cstdint>
 
-// Starts a copy of 16 bytes; `.cg` caches in L2 only, since a tile is read once by each block.
+// Starts a copy of 16 bytes; `.cg` caches in L2 only, since a thread block reads a tile once.
 __device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void *src_gmem) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem)
                  : "memory");
 }
 
-// The same, but reads only src_bytes (0 or 16) and writes zeros for the rest: with 0 the source may
-// lie anywhere.
+// The same copy, but it reads only src_bytes (0 or 16) and writes zeros for the rest. With 0 the
+// source may lie anywhere.
 __device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void *src_gmem,
                                             int src_bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src_gmem),
@@ -18,7 +18,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void *src_g
                  : "memory");
 }
 
-// The same, asking L2 to fetch the whole 128-byte line from memory at once.
+// The same copy, which also asks L2 to fetch the whole line of 128 bytes from memory.
 __device__ __forceinline__ void cp_async_16_L2_128B(uint32_t dst_smem, const void *src_gmem,
                                                     int src_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_smem),

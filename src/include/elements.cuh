@@ -1,5 +1,6 @@
 #pragma once
-// Elements of 16 or 32 bits as memory holds them, and the fp32 values that kernels compute with.
+// Elements of 16 or 32 bits as memory holds them, and their conversion to and from the fp32 values
+// that kernels compute with.
 
 #include "flash_attention.cuh"
 #include "numeric.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ float to_float(ElementOf<kDType> element) {
     }
 }
 
-// Rounded to nearest even.
+// Rounds to nearest even.
 template <DType kDType>
 __device__ __forceinline__ ElementOf<kDType> from_float(float x) {
     if constexpr (kDType == DType::FP32) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ ElementOf<kDType> from_float(float x) {
     }
 }
 
-// The elements of a chunk, the first in memory first.
+// Converts the elements of a chunk, in the order of memory.
 template <DType kDType>
 __device__ __forceinline__ void unpack_chunk(float (&x_rmem)[kChunkElements<kDType>], uint4 chunk) {
     constexpr int kPerWord = kChunkElements<kDType> / 4;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void unpack_chunk(float (&x_rmem)[kChunkElements<kDTy
     }
 }
 
-// The inverse of unpack_chunk, rounded to nearest even.
+// The inverse of unpack_chunk; rounds to nearest even.
 template <DType kDType>
 __device__ __forceinline__ uint4 pack_chunk(const float (&x_rmem)[kChunkElements<kDType>]) {
     constexpr int kPerWord = kChunkElements<kDType> / 4;

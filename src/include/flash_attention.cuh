@@ -1,7 +1,7 @@
 #pragma once
-// The types that kernels, maps of kernels and the C ABI share. Python has the same: the configs'
-// fields are written here from the classes of the same names (py/flash_helpers/registry), and every
-// kernel's unit asserts the layout of its arguments.
+// The types that kernels, maps of kernels and the C ABI share. Python has the same types: a tool
+// writes the configs' fields from the classes of the same names (py/flash_helpers/registry), and
+// each kernel's unit asserts the layout of its arguments.
 
 #include <compare>
 #include <cstdint>
@@ -33,7 +33,7 @@ struct FlashForwardKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // Q, and a block each of K and of V. The output tile takes Q's place.
+    // The tiles of Q, K and V. The output tile takes Q's place.
     constexpr int smem_bytes() const { return (B_r + 2 * B_c) * d_head * int(sizeof(Element)); }
     friend auto operator<=>(const FlashForwardKernelConfig &,
                             const FlashForwardKernelConfig &) = default;
@@ -52,7 +52,7 @@ struct OverlapKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    constexpr int kv_buffers() const { return overlap >= 3 ? 2 : 1; } // each for K and V
+    constexpr int kv_buffers() const { return overlap >= 3 ? 2 : 1; } // for K and V each
     constexpr int smem_bytes() const {
         return (B_r + 2 * kv_buffers() * B_c) * d_head * int(sizeof(Element));
     }
@@ -76,7 +76,7 @@ struct HopperKernelConfig {
     constexpr int consumers() const { return B_r / 64; } // warpgroups
     constexpr int n_threads() const { return (consumers() + (hopper >= 5)) * 128; }
     constexpr int Q_slots() const { return hopper >= 11 ? 2 : 1; }
-    // Tiles of Q, later O, of K and of V, in the first step one of P, then the barriers.
+    // Tiles of Q (later of O), K and V, in the first step a tile of P, then the barriers.
     constexpr int smem_bytes() const {
         const int P_columns = hopper == 1 ? B_c : 0;
         return (Q_slots() * B_r + (K_slots + V_slots) * B_c) * d_head * int(sizeof(Element)) +
@@ -85,7 +85,7 @@ struct HopperKernelConfig {
     friend auto operator<=>(const HopperKernelConfig &, const HopperKernelConfig &) = default;
 };
 
-// In elements. `row` is one step along the sequence; the head dimension has stride 1.
+// Strides in elements. `row` is one step along the sequence; the head dimension has stride 1.
 struct TensorStrides {
     int64_t batch, row, head;
 };
@@ -98,9 +98,9 @@ struct ForwardKernelArgs {
     int seq_len;
 };
 
-// A kernel that was built. name: by which the host asks for it: the config's short form, of a
-// config of several kernels with the function behind it. image: a fatbin, cubin or PTX that holds
-// the kernel under `symbol`.
+// A kernel that was built. The host asks for it by `name`: the config's short form, followed by the
+// function's name where a config has several kernels. image: a fatbin, cubin or PTX that holds the
+// kernel under `symbol`.
 struct Kernel {
     const char *name, *symbol;
     const void *image;

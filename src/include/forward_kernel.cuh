@@ -6,8 +6,8 @@
 //   2. With 0 the stride is read, as before: the host falls back to that config for any other
 //      stride.
 //
-// Why: (batch, seq, heads, d_head) has rows heads · d_head elements apart, 2048 for 16 heads. A
-// constant needs no register and no multiplication: rows lie constants apart.
+// Why: in (batch, seq, heads, d_head) rows lie heads · d_head elements apart, 2048 for 16 heads. A
+// constant stride needs no register and no multiplication, since rows lie constants apart.
 // Expected: the rest of the 64-bit arithmetic falls.
 //
 // benchmark:begin
@@ -17,10 +17,11 @@
 // 128, B_c 64, 4 warps: 413, 1.13. Cost: 255 registers per thread, 40 bytes of it spilled, 64 KiB
 // of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: nothing on the clock at the fixed tile: shared memory binds. At the large one it wins
-// back what v15 had lost, read or constant; the constant pays in kernels/overlap.
+// Verdict: the constant is worth nothing on an H100. B_r 64 stays at 97% of PyTorch's flash
+// backend: shared memory binds. B_r 128 wins back what v15 had lost, whether the stride is read or
+// constant: unexplained. The constant pays in kernels/overlap.
 //
-// Phases: as v4.
+// Phases: as v13.
 
 #include "cp_async.cuh"
 #include "flash_attention.cuh"
@@ -35,16 +36,15 @@ namespace v16 {
 
 constexpr int kDHead = 128;
 constexpr int kDTiles = kDHead / kMmaK;
-constexpr int kChunk = 8; // elements in 16 bytes, what a thread copies at once and ldmatrix's row
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kPiece = 64; // columns of a piece: rows of 128 bytes, all 32 banks once
 constexpr int kThreadsPerRow = kPiece / kChunk;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 
-// Byte offset of (row, col) in a piece of a tile in shared memory: rows of 128 bytes, in which the
-// 16-byte chunks are permuted by the row: the chunks of one column in 8 rows then lie in all 32
-// banks.
+// Byte offset of (row, col) in a piece of a tile in shared memory: rows of 128 bytes. The row
+// permutes its 16-byte chunks, so that the chunks of one column in 8 rows lie in all 32 banks.
 __device__ __forceinline__ uint32_t smem_offset(int row, int col) {
     const int chunk = col / kChunk ^ row % 8;
     return (row * kPiece + chunk * kChunk + col % kChunk) * sizeof(Element);
@@ -56,16 +56,16 @@ __device__ constexpr int piece_offset(int piece) {
     return piece * kRows * kPiece * int(sizeof(Element));
 }
 
-// Where a thread's part of a tile begins, in elements: 8 neighbouring threads share 128 bytes of a
-// row, and have the same of its other piece.
+// Offset of a thread's part of a tile, in elements. 8 neighbouring threads share the 128 bytes of a
+// row in one piece, and copy the same columns of the other piece.
 __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
-// Starts the copy of the (kRows, d_head) tile at row first_row of X, of which X_gmem is this
-// thread's first element: base + index · stride is one IMAD.WIDE as long as both factors have 32
-// bits. With src_bytes 0 it reads nothing: the copy after the last block. A branch around it would
-// split the code that ptxas may reorder, and is slower.
+// Starts the copy of the (kRows, d_head) tile at row first_row of X; X_gmem points to this thread's
+// first element of X. An address base + index · stride is one IMAD.WIDE as long as both factors
+// have 32 bits. With src_bytes 0 the copy reads nothing: it is the one after the loop's last block.
+// A branch around it is slower, because it splits the code that ptxas may reorder.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *X_gmem,
                                                 int first_row, int row_stride, int src_bytes = 16) {
@@ -83,12 +83,12 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Elemen
     }
 }
 
-// The lanes of ldmatrix name the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. As mma's A
-// operand and, transposed, as V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. As K:
-// columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers that one mma reads
-// as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^ (lane % 8): k flips
-// bits 1 and 2 of the chunk, and bit 3 is not swizzled. So four offsets a lane, and what is added
-// to them is known at compile time.
+// The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
+// mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers
+// that one mma reads as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^
+// (lane % 8). Bits 0 and 1 of k flip bits 1 and 2 of the chunk; bit 3 of the chunk is not swizzled.
+// So a lane has four offsets of each kind, and the rest of an address is known at compile time.
 __device__ __forceinline__ void set_lane_offsets(uint32_t (&lane_offset)[4],
                                                  uint32_t (&K_lane_offset)[4]) {
     const int lane = threadIdx.x % 32;
@@ -108,7 +108,7 @@ __device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem,
            piece_offset<kRows>(k / 4);
 }
 
-// Rows of Q or K from X_smem on: kTiles k-tiles along d_head from tile k0 on.
+// Fragments of the rows of Q or K from X_smem on: kTiles k-tiles of d_head from tile k0 on.
 template <int kRows, int kTiles, int kPieces>
 __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPieces][4],
                                                uint32_t X_smem, const uint32_t (&lane_offset)[4],
@@ -122,8 +122,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&X_rmem)[kTiles][kPiece
     }
 }
 
-// V: kTiles k-tiles along the keys from tile k0 on, all of d_head. Transposed on the way, since mma
-// wants its B operand by columns.
+// Fragments of V: kTiles k-tiles of keys from tile k0 on, all of d_head. The load transposes them,
+// since mma wants its B operand by columns.
 template <int kRows, int kTiles>
 __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTiles][4],
                                                  uint32_t V_smem, const uint32_t (&lane_offset)[4],
@@ -138,8 +138,8 @@ __device__ __forceinline__ void load_V_fragments(uint32_t (&V_rmem)[kTiles][kDTi
     }
 }
 
-// C (kRowTiles * 16, kPairs * 16) += A @ B over the kTiles k-tiles of B, which stand in A from tile
-// k0 on. For Q @ K^T and for P @ V alike, now that K's fragments have V's order.
+// C (kRowTiles * 16, kPairs * 16) += A @ B over the kTiles k-tiles of B, which begin at k-tile k0
+// of A. It serves Q @ K^T and P @ V, since fragments of K and V have the same order.
 template <DType kDType, int kATiles, int kTiles, int kRowTiles, int kPairs>
 __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][2 * kPairs][4],
                                             const uint32_t (&A_rmem)[kATiles][kRowTiles][4],
@@ -157,9 +157,9 @@ __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][2 * kPair
     }
 }
 
-// S becomes P = 2^(S · scale - m · scale), not yet divided by l; m is a maximum of S itself. m and
-// l of the rows so far take in this block; what was summed before was relative to the old m, so l
-// and O are rescaled to the new one. The first block has nothing before it.
+// S becomes P = 2^(S · scale - m · scale), not yet divided by l; m is the maximum of S before
+// scaling. m and l of the rows take in this block. The sums so far, l and O, are relative to the
+// old m, so they are rescaled to the new one. The first block has nothing before it.
 template <bool kFirst, int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTiles][4],
                                                float (&O_rmem)[kRowTiles][kDHead / kMmaN][4],
@@ -192,7 +192,7 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
             m_rmem[i][half] = m[half];
         }
         const float scaled_m[2] = {m[0] * kSoftmaxScale, m[1] * kSoftmaxScale};
-        // l stays a sum over this lane's columns only; the quad is added up once, at the end.
+        // l sums this lane's columns only; the sums of a quad are added once, at the end.
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -210,9 +210,9 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
     }
 }
 
-// Blocks that an SM is to hold. Warps with 16 rows and 64 keys now get by with 168 registers a
-// thread: twelve warps an SM. Larger ones need up to 255: eight. Left alone, ptxas takes too many
-// in one version, and in another so few that it gives up overlap.
+// Thread blocks that an SM is to hold. Warps with 16 rows and 64 keys need at most 168 registers
+// per thread: twelve warps per SM. Warps with larger tiles need up to 255: eight warps. Without a
+// bound ptxas takes too many in one version, and in another so few that it gives up overlap.
 constexpr int min_blocks(FlashForwardKernelConfig cfg) {
     const int warps = cfg.B_r / cfg.n_warps == kMmaM && cfg.B_c <= 64 ? 12 : 8;
     return warps > cfg.n_warps ? warps / cfg.n_warps : 1;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     static_assert(cfg.static_row_stride >= 0);
 
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kThreads = cfg.n_threads();
-    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // of a warp
+    constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // per warp
     constexpr int kKeyTiles = B_c / kMmaN;
     constexpr int kOTiles = kDHead / kMmaN;
     constexpr int kBuffers = cfg.mma_double_buffer_loads ? 2 : 1;
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     uint32_t lane_offset[4], K_lane_offset[4];
     set_lane_offsets(lane_offset, K_lane_offset);
 
-    // Where the config fixes a stride, it holds for all four tensors; else they are read.
+    // A stride in the config holds for all four tensors; without one, their strides are read.
     constexpr int kStride = cfg.static_row_stride;
     const int Q_stride = kStride ? kStride : args.Q_strides.row;
     const int K_stride = kStride ? kStride : args.K_strides.row;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(V_stride);
     int next_key = args.seq_len - B_c; // the first key of the block that is loaded next
 
-    // 1. Q: global → shared (→ registers); the last K and V come behind it
+    // 1. Q: global → shared (→ registers); the last K and V follow
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, first_row, Q_stride);
     cp_async_commit();
     copy_tile_async<B_c, kThreads>(K_smem, K_gmem, next_key, K_stride);
@@ -287,12 +287,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         }
     }
 
-    float O_rmem[kRowTiles][kOTiles][4] = {}; // in the first block an operand, no register
+    float O_rmem[kRowTiles][kOTiles][4] = {}; // a constant in the first block, no register
     float m_rmem[kRowTiles][2], l_rmem[kRowTiles][2];
     auto process_block = [&](auto first) {
         next_key -= B_c;
         // 2. S = Q @ K^T
-        cp_async_wait<1>(); // Q and K_j have landed, V_j may be on its way
+        cp_async_wait<1>(); // Q and K_j have landed, V_j may be in flight
         __syncthreads();
         float S_rmem[kRowTiles][kKeyTiles][4] = {};
         uint32_t K_rmem[kBuffers][kQKLoad][kKeyTiles / 2][4];
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         round_P<cfg.dtype>(P_rmem, S_rmem);
 
         // 5. O += P @ V
-        cp_async_wait<1>(); // V_j has landed, K_{j-1} may be on its way
+        cp_async_wait<1>(); // V_j has landed, K_{j-1} may be in flight
         __syncthreads();
         uint32_t V_rmem[kBuffers][kVLoad][kDTiles][4];
 #pragma unroll
@@ -352,9 +352,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     // 7. O = O / l, registers → shared
     __syncwarp(); // O takes the place of this warp's own rows of Q
     const uint32_t O_smem = Q_smem;
-    // Row g of 8 has chunk n of a row at n ^ g: n flips the bits of g · 16 in the lane's own
-    // offset, which stands above them by whole rows and below by words. One XOR with a constant, no
-    // shift.
+    // Row g of 8 has chunk n of a row at n ^ g. So n flips the bits of g · 16 in the lane's own
+    // offset; the bits above them count rows, those below words. A store's address is one XOR with
+    // a constant, without a shift.
     const uint32_t O_lane_smem = warp_Q_smem + smem_offset(lane / 4, lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     }
     __syncwarp(); // a lane reads what other lanes of its warp have written
 
-    // 8. O: shared → global, 8 lanes a row of 128 bytes
+    // 8. O: shared → global, 8 lanes per row of 128 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
     Element *O_gmem = head_gmem(args.O, args.O_strides) + (first_row + row) * O_stride + col;

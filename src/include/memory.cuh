@@ -1,6 +1,5 @@
 #pragma once
-// Plain loads and stores. Shared memory goes by its own 32-bit addresses, as in ldmatrix and
-// cp.async.
+// Plain loads and stores. Shared memory has its own 32-bit addresses, as in ldmatrix.
 
 #include "flash_attention.cuh"
 
@@ -38,14 +37,14 @@ __device__ __forceinline__ uint4 load_smem_16(uint32_t src_smem) {
     return value;
 }
 
-// The assignment of a uint4 may be split into four stores; this one is not.
+// One store of 16 bytes. The compiler may split the assignment of a uint4 into four.
 __device__ __forceinline__ void store_gmem_16(void *dst_gmem, uint4 value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_gmem), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
 }
 
-// Marked as used once: first to leave L2 (SASS: STG.E.EF).
+// A store of data that is used once: it is the first to leave L2 (SASS: STG.E.EF).
 __device__ __forceinline__ void store_gmem_16_streaming(void *dst_gmem, uint4 value) {
     asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_gmem), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w)

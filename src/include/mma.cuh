@@ -7,7 +7,7 @@ constexpr int kMmaM = 16;
 constexpr int kMmaN = 8;
 constexpr int kMmaK = 16;
 
-// D (16 x 8, fp32) += A (16 x 16) · B (16 x 8), the whole warp together. Lane 4g + t holds
+// D (16 x 8, fp32) += A (16 x 16) · B (16 x 8), executed by the whole warp. Lane 4g + t holds:
 //   D[0], D[1]: row g,     columns 2t, 2t + 1        A[0]: row g,     columns 2t, 2t + 1
 //   D[2], D[3]: row g + 8, columns 2t, 2t + 1        A[1]: row g + 8, columns 2t, 2t + 1
 //   b0: column g, rows 2t, 2t + 1                    A[2]: row g,     columns 2t + 8, 2t + 9

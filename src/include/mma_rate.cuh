@@ -1,20 +1,20 @@
 #pragma once
-// How fast the tensor cores take mma.sync: products of registers, back to back. No kernel that is
-// built on this instruction can be faster.
+// The rate at which the tensor cores take mma.sync: products of registers, back to back. No kernel
+// that is built on this instruction can exceed it.
 //
 // A warp keeps the accumulators of a 32 x 32 tile, eight of mma's, so that an mma waits for none of
-// the seven before it. Operands differ from one mma to the next, as they do in attention: a chip
-// that multiplies zeros or repeats itself draws less power and clocks higher.
+// the seven before it. Operands differ from one mma to the next, as they do in attention: a GPU
+// that multiplies zeros or repeats its operands draws less power and clocks higher.
 
 #include "mma.cuh"
 
 namespace mma_rate {
 
 constexpr int kThreads = 128;
-constexpr int kBlocksPerSM = 4; // 16 warps an SM, four for each tensor core
+constexpr int kBlocksPerSM = 4; // 16 warps per SM, four per tensor core
 constexpr int kRowTiles = 2;
 constexpr int kColumnTiles = 4;
-constexpr int kUnroll = 8; // 64 mma for each step of the loop's own three instructions
+constexpr int kUnroll = 8; // 64 mma per pass, beside three instructions of the loop itself
 
 // Floating-point operations of one thread block in one iteration.
 constexpr int64_t kOperations =
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t operand(int index) {
     return kOne | ((hash ^ hash >> 13) & kVaried);
 }
 
-// Every thread writes the sum of its accumulators to sums, (gridDim.x, kThreads): a multiple of
-// `iterations` but for rounding, and the reason why nothing is optimised away.
+// Every thread writes the sum of its accumulators to sums (gridDim.x, kThreads), so that nothing is
+// optimised away. Except for rounding it is a multiple of `iterations`.
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM) loop(float *sums, int iterations) {
     uint32_t A_rmem[kRowTiles][4], B_rmem[kColumnTiles][2];

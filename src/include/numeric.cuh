@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     return packed;
 }
 
-// P (kRowTiles * 16, kKeyTiles * 8) as mma's A operand: an accumulator has that layout already, two
+// P (kRowTiles * 16, kKeyTiles * 8) as mma's A operand. An accumulator has that layout already: two
 // neighbouring tiles of it are one fragment.
 template <DType kDType, int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void round_P(uint32_t (&P_rmem)[kKeyTiles / 2][kRowTiles][4],
@@ -34,8 +34,8 @@ __device__ __forceinline__ void round_P(uint32_t (&P_rmem)[kKeyTiles / 2][kRowTi
     }
 }
 
-// 2^x in one MUFU.EX2, subnormals flushed to zero: exp2f() would add a scaling for them, and a
-// probability that small cannot change a sum that holds a one.
+// 2^x in one MUFU.EX2, with subnormals flushed to zero. exp2f() would add a scaling for them, but a
+// probability that small cannot change a sum in which the largest term is near 1.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

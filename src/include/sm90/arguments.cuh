@@ -8,11 +8,11 @@
 #include "sm90/tiles.cuh"
 #include "sm90/tma.cuh"
 
-// Q and O of shape (batch, len_q, heads, d_head), K and V of shape (batch, len_k, heads /
-// heads_per_kv, d_head), as TMA has them: boxes of a tile of Q, of K and of V, and of the 16 rows
-// of a warp of O. The pointers and strides, in elements, are for rows that are computed again
-// without TMA. A tile is B_r queries of one head; tiles counts them all, q_tiles those of one head,
-// the last of which may have rows beyond len_q.
+// Q and O have the shape (batch, len_q, heads, d_head), K and V the shape (batch, len_k, heads /
+// heads_per_kv, d_head). The boxes of the tensor maps are a tile of Q, of K and of V, and the 16
+// rows of a warp of O. The pointers and strides, in elements, are for rows that are computed again
+// without TMA. A tile is B_r queries of one head: tiles counts the tiles of all heads, q_tiles the
+// tiles of one head, the last of which may have rows past len_q.
 struct alignas(128) HopperKernelArgs {
     CUtensorMap Q, K, V, O;
     const void *Q_gmem, *K_gmem, *V_gmem;
@@ -22,33 +22,35 @@ struct alignas(128) HopperKernelArgs {
     int len_q, q_tiles, heads_per_kv;
     float scale; // log2(e) · softmax_scale
     float *lse; // (batch, heads, len_q), or null
-    int *next_tile; // a counter and who took which tile, at first 0; null if every block knows its
-    int head_group, last_heads; // heads whose causal tiles are taken together, and at the end
+    int *next_tile; // a counter, then the taker of each tile, at first 0; null: no counter
+    int head_group, last_heads; // heads per group of causal tiles, and in the last one
 };
 
-// What a kernel's tiles may stick out of: nothing; the tensors; the keys that its queries see, too.
+// The edges that a kernel's tiles may cross: none; those of the tensors; those of the causal mask
+// too.
 enum class Edges { kNone, kTensors, kCausal };
 
-// How many keys a query sees: all, or in causal attention, aligned to the bottom right, those up to
-// as far from the last key as it is from the last query. None is below 1.
+// The number of keys that a query sees. In causal attention the mask is aligned to the bottom
+// right: query i sees key j if j <= i + len_k - len_q. A number below 1 means no key.
 template <Edges kEdges>
 __device__ __forceinline__ int visible_keys(int query, const HopperKernelArgs &args) {
     return kEdges == Edges::kCausal ? min(query + 1 + args.len_k - args.len_q, args.len_k)
                                     : args.len_k;
 }
 
-// Blocks of keys that a tile has whose queries end there: one at least, though it may be hidden.
+// The blocks of keys of a tile whose queries end before `end`: at least one, though all of it may
+// be hidden.
 template <int B_c, Edges kEdges>
 __device__ __forceinline__ int seen_blocks(int end, const HopperKernelArgs &args) {
     const int last_query = min(end, args.len_q) - 1;
     return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
 }
 
-// Which block of rows, and of which head of all batches, a tile of queries is. Those of one head
-// are neighbours, so that they find its K and V in the L2 cache. Causal ones differ in length: of
-// some heads together, whose K and V fit into the cache, the longest come first, so that short ones
-// fill the gaps at the end. Of the last heads more are taken together: a block takes its next tile
-// when it begins with one, and the end of all waits for whoever took a long one last.
+// The block of rows of a tile of queries, and its head among the heads of all batches. Tiles of one
+// head are neighbours, so they find K and V of the head in the L2 cache. Causal tiles differ in
+// length: in a group of heads, whose K and V fit into the cache, the longest tiles come first, and
+// short ones fill the gaps at the end. The last group has more heads: a thread block takes its next
+// tile one ahead, and the kernel ends with the thread block that took a long tile last.
 struct TileIndex {
     int block, head;
 };
@@ -63,7 +65,7 @@ __device__ __forceinline__ TileIndex tile_index(int tile, const HopperKernelArgs
         tile -= first * args.q_tiles;
         return {args.q_tiles - 1 - tile / heads, first + tile % heads};
     }
-    // To read q_tiles would make the kernels that were measured other machine code.
+    // Reading q_tiles here would change the machine code of kernels that have been measured.
     const int q_tiles = kEdges == Edges::kNone ? args.len_k / B_r : args.q_tiles;
     return {tile % q_tiles, tile / q_tiles};
 }
@@ -74,16 +76,16 @@ __device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs
     return {block * B_r, head % args.heads, head / args.heads};
 }
 
-// LSE of a query: m + log2(l) is its logarithm to base 2. No sum at all is 0, and that is
-// -infinity.
+// LSE of a query: m + log2(l) is the logarithm of its sum to base 2. A query that sees no key has
+// the sum 0 and an LSE of -infinity.
 __device__ __forceinline__ void store_lse(const HopperKernelArgs &args, TilePlace place, int query,
                                           float m, float l) {
     const int64_t row = int64_t(place.batch) * args.heads + place.head;
     args.lse[row * args.len_q + query] = (m + log2_approx(l)) * kLn2;
 }
 
-// O of the 16 rows of a warp, in 16 bits, through the rows of a tile in shared memory that nobody
-// else uses. One lane begins the copies; they are one group.
+// Rounds O of the 16 rows of a warp to 16 bits and stores it through rows of a tile in shared
+// memory that no other warp uses. One lane issues the copies as one group.
 template <DType kDType, int B_r, int kCount>
 __device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePlace place,
                                            uint32_t tile_smem, int warp_row,
@@ -95,7 +97,7 @@ __device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePla
         store_fragment<B_r>(tile_smem, warp_row, k, packed);
     }
     fence_async_proxy();
-    __syncwarp(); // one lane stores what all have written
+    __syncwarp(); // one lane stores the rows that all lanes have written
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
         for (int piece = 0; piece < kCount / 32; ++piece) {
@@ -106,11 +108,11 @@ __device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePla
     }
 }
 
-// The block's next tile, behind the first that it knows: the next that nobody has taken. Who took a
-// tile is written down, as the block's number + 1. Without a counter, of tiles that differ every
-// other lot, one for each block, goes to the blocks backwards, so that whoever had the longest gets
-// the shortest. The blocks of a cluster take one together, a tile of all their rows, and count as
-// one.
+// The next tile of a thread block, which knows its first: the next tile that no thread block has
+// taken. The taker of a tile is noted, as its number + 1. If tiles differ and there is no counter,
+// every other lot of tiles, one per thread block, is handed out backwards: the thread block with
+// the longest tile gets the shortest next. The thread blocks of a cluster take a tile of all their
+// rows together, and count as one.
 template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args) {
     if (!kDynamic) {
@@ -118,13 +120,13 @@ __device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args)
     }
     const int lot = gridDim.x / kBlocks;
     if (args.next_tile == nullptr) {
-        return tile + 2 * (lot - tile % lot) - 1; // as far behind the lot's end as this is before
+        return tile + 2 * (lot - tile % lot) - 1; // mirrored at the end of the lot
     }
     args.next_tile[1 + tile] = blockIdx.x / kBlocks + 1;
     return atomicAdd(args.next_tile, 1) + lot;
 }
 
-// Whether the block has taken a tile.
+// Whether the thread block has taken a tile.
 template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ bool took_tile(int tile, const HopperKernelArgs &args) {
     if (!kDynamic) {

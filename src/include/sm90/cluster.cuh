@@ -1,6 +1,6 @@
 #pragma once
-// Thread blocks of a cluster run at the same time and reach each other's shared memory: an address
-// of one's own stands for the same place in another once it is mapped to that block's rank.
+// Thread blocks of a cluster run at the same time and reach each other's shared memory: mapped to
+// the rank of another thread block, an address stands for the same place in its memory.
 
 #include <cstdint>
 #include <cuda.h>
@@ -24,28 +24,29 @@ __device__ __forceinline__ uint32_t in_block(uint32_t address, uint32_t rank) {
     return mapped;
 }
 
-// Of all threads of the cluster that have not ended.
+// A barrier of all threads of the cluster that have not ended.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
                  "barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
 
-// The same, if fences have released what others are to know of, as barrier_init_fence does: with
-// .release each thread would wait for all of its memory, as far as L2.
+// The same without a release. Fences such as barrier_init_fence must have released all writes that
+// other threads read. With .release each thread would wait for all of its writes, as far as L2.
 __device__ __forceinline__ void cluster_sync_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\t"
                  "barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
 
-// What the thread has written and knows of is released to the cluster with its next arrival.
+// Orders the writes that this thread has made or seen before its next arrival, for the cluster.
 __device__ __forceinline__ void cluster_fence() {
     asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
 
-// In any block of the cluster. What the arrival answers for are reads of wgmma that are over, and
-// no stores: with .release.cluster it would wait for all of these, through L2.
+// Arrives at a barrier in any thread block of the cluster. The arrival follows reads by wgmma,
+// which have ended, and no stores: with .release.cluster it would wait for all stores, as far as
+// L2.
 __device__ __forceinline__ void cluster_barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -55,7 +56,8 @@ __device__ __forceinline__ void cluster_barrier_expect(uint32_t barrier, uint32_
                  : "memory");
 }
 
-// A place in another block's shared memory, for load_place; its bytes arrive at a barrier there.
+// Sends a place to the shared memory of another thread block, for load_place. Its bytes are counted
+// at a barrier there.
 __device__ __forceinline__ void send_place(uint32_t dst_smem, TilePlace place, uint32_t barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
                  "[%0], {%2, %3, %4, %4}, [%1];" ::"r"(dst_smem),
@@ -63,8 +65,8 @@ __device__ __forceinline__ void send_place(uint32_t dst_smem, TilePlace place, u
                  : "memory");
 }
 
-// Begins to load the tile once, into the same place of each block whose bit is set; its bytes
-// arrive at the same barrier of each.
+// Begins to load a tile once, into the same place of each thread block whose bit is set in
+// `blocks`. Its bytes are counted at the same barrier of each.
 __device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensorMap &tensor,
                                               uint32_t barrier, TilePlace place, uint16_t blocks) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -74,7 +76,7 @@ __device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensor
                  : "memory");
 }
 
-// The same into all blocks, to the next slot of a ring of tiles, as soon as it is empty in each.
+// The same for all thread blocks, into the next slot of a ring of tiles, once it is empty in each.
 template <uint32_t kTileBytes, int kSlots>
 __device__ __forceinline__ void tma_load_slots(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
                                                uint32_t tiles_smem, const CUtensorMap &tensor,
@@ -89,8 +91,8 @@ __device__ __forceinline__ void tma_load_slots(Ring<kSlots> &ring, uint32_t full
     ring.advance();
 }
 
-// To each block its own tile, the first at that place and the next so far from it, and with its
-// bytes the tile's place; of a place that is none, row -1, no tile.
+// Loads each thread block's own tile: the first at `place`, the next one `apart` from it. The place
+// of the tile comes with its bytes. If there is no tile (row -1), only the place is sent.
 template <uint32_t kTileBytes, int kSlots>
 __device__ __forceinline__ void tma_load_with_places(Ring<kSlots> &ring, uint32_t full,
                                                      uint32_t empty, uint32_t tiles_smem,
@@ -112,14 +114,14 @@ __device__ __forceinline__ void tma_load_with_places(Ring<kSlots> &ring, uint32_
     ring.advance();
 }
 
-// From the tile of a cluster's first block to the second's: one head on, where heads that share K
-// and V come in pairs, else the rows behind it.
+// The distance from the tile of a cluster's first thread block to the tile of the second: one head
+// if heads that share K and V come in pairs, else B_r rows.
 template <int B_r>
 __device__ __forceinline__ TilePlace blocks_apart(const HopperKernelArgs &args) {
     return args.heads_per_kv % kClusterBlocks == 0 ? TilePlace{0, 1} : TilePlace{B_r, 0};
 }
 
-// Where the first block of a cluster begins with its tile of that number.
+// The place where the first thread block of a cluster begins with the tile of this number.
 template <int B_r, Edges kEdges>
 __device__ __forceinline__ TilePlace cluster_place(int tile, const HopperKernelArgs &args) {
     const TilePlace apart = blocks_apart<B_r>(args);
@@ -128,7 +130,7 @@ __device__ __forceinline__ TilePlace cluster_place(int tile, const HopperKernelA
     return {block * (B_r + apart.row), head % args.heads, head / args.heads};
 }
 
-// exact_tiles, of a block of a cluster.
+// exact_tiles for a thread block of a cluster.
 template <DType kDType, int kDHead, int B_r, Edges kEdges, bool kDynamic>
 __device__ __forceinline__ void exact_cluster_tiles(const HopperKernelArgs &args, uint32_t bits,
                                                     int warp_row, float scale) {

@@ -1,6 +1,6 @@
 #pragma once
-// Attention for the 16 rows of a warp once more, exactly: mma.sync on fragments straight from
-// global memory, with the rows' maximum in every step. Slow, small, and hardly ever needed.
+// Attention for the 16 rows of a warp, computed again exactly: mma.sync on fragments straight from
+// global memory, with a maximum of the rows per 16 keys. Slow, small, and hardly ever needed.
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -8,8 +8,8 @@
 #include "numeric.cuh"
 #include "sm90/arguments.cuh"
 
-// Two elements of one row, or of two rows, as a register of a fragment. Of the latter only so many
-// are read, the others are zeros.
+// Two elements of one row, or one element of each of two rows, as a register of a fragment. Only
+// the first `rows` of the two rows are read; the others count as zeros.
 __device__ __forceinline__ uint32_t load_pair(const Element *first) {
     return *reinterpret_cast<const uint32_t *>(first);
 }
@@ -17,8 +17,8 @@ __device__ __forceinline__ uint32_t load_pair(const Element *first, int64_t stri
     return (rows > 0 ? first[0] : 0) | (rows > 1 ? uint32_t(first[stride]) << 16 : 0);
 }
 
-// Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15; of the first columns, their LSE
-// too if it is asked for. scale: log2(e) · softmax_scale. The fragments are as in mma.cuh.
+// Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15. With column 0 the LSE of the rows
+// is stored too, if asked for. scale: log2(e) · softmax_scale. The fragments are as in mma.cuh.
 template <DType kDType, int kDHead, int kTiles, Edges kEdges>
 __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, TilePlace place,
                                               float scale, int col) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
         const_cast<Element *>(head_of(args.O_gmem, args.O_strides, place.head)) + col + 2 * t;
     const int rows[2] = {place.row + g, place.row + g + 8};
     int visible[2];
-    const Element *Q_rows[2]; // the last one for those behind it, which are not stored
+    const Element *Q_rows[2]; // the last row stands for rows past it, which are not stored
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         visible[half] = visible_keys<kEdges>(rows[half], args);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
     }
     const int end = visible_keys<kEdges>(place.row + 15, args);
 
-    // m is finite: keys that are all at -infinity count nothing until there is another one
+    // m is finite: as long as all keys are at -infinity, each P is 0 and not NaN
     float O_rmem[kTiles][4] = {}, m[2] = {-1e30f, -1e30f}, l[2] = {};
 #pragma unroll 1
     for (int key = 0; key < end; key += kMmaK) {
@@ -119,8 +119,8 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
     }
 }
 
-// O of rows place.row … + 15, a few columns at a time: a kernel that may need this has registers
-// for no more.
+// O of rows place.row … + 15, a few columns at a time: the kernels that call this have no registers
+// for more.
 template <DType kDType, int kDHead, Edges kEdges>
 __device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePlace place,
                                            float scale) {
@@ -131,8 +131,8 @@ __device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePla
     }
 }
 
-// Of those of a block's tiles n whose bit n % 32 is set, the 16 rows from where place_of says.
-// Where a block has more than 32 tiles these are more than were asked for, with the same result.
+// The 16 rows that begin at place_of(tile), for each tile n of a thread block whose bit n % 32 is
+// set. A thread block of more than 32 tiles computes more rows than needed, with the same result.
 template <DType kDType, int kDHead, Edges kEdges, bool kDynamic, int kBlocks, typename PlaceOf>
 __device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,
                                             PlaceOf &&place_of, float scale) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32
     }
 }
 
-// The same where a tile is B_r rows of one head: rows warp_row … + 15 of it.
+// The same for tiles of B_r rows of one head: rows warp_row … + 15 of each.
 template <DType kDType, int kDHead, int B_r, Edges kEdges = Edges::kNone, bool kDynamic = false,
           int kBlocks = 1>
 __device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,

@@ -1,6 +1,6 @@
 #pragma once
 // mbarriers: barriers in shared memory that count arrivals and the bytes of copies. A phase ends
-// when all expected of both have come; its parity is what a thread waits for.
+// when all expected arrivals and bytes have come. A thread waits for a phase by its parity.
 
 #include <cstdint>
 
@@ -11,7 +11,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
                  : "memory");
 }
 
-// What was initialised is seen by the copies that complete on it.
+// Makes initialised barriers visible to the copies that complete on them.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -20,14 +20,14 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and tells how many bytes copies will deliver in this phase.
+// Arrives, and announces the bytes that copies will deliver in this phase.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-// Until the phase of this parity has ended. The one before the first counts as ended, with
-// parity 1.
+// Waits until the phase of this parity has ended. The phase before the first counts as ended, and
+// has parity 1.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile("{\n\t"
                  ".reg .pred done;\n"
@@ -50,8 +50,8 @@ struct Ring {
             lap ^= 1;
         }
     }
-    // Before anybody waits: a slot is full when one thread has come and the bytes that it expects,
-    // empty when so many have.
+    // Before any thread waits. A slot is full when one thread has arrived and the bytes that it
+    // expects have come, and empty after `arrivals` arrivals.
     __device__ __forceinline__ void init_barriers(uint32_t full, uint32_t empty,
                                                   int arrivals) const {
         for (int i = 0; i < kSlots; ++i) {
@@ -59,13 +59,13 @@ struct Ring {
             barrier_init(empty + i * kBarrierBytes, arrivals);
         }
     }
-    // The slot's barrier of those that begin there.
+    // The barrier of the current slot, of the array of barriers that begins at this address.
     __device__ __forceinline__ uint32_t barrier(uint32_t barriers) const {
         return barriers + slot * kBarrierBytes;
     }
 };
 
-// Until what is in any slot of the ring has been given back, by the thread that fills it.
+// Waits until all slots of the ring have been given back; called by the thread that fills them.
 template <int kSlots>
 __device__ __forceinline__ void wait_until_empty(Ring<kSlots> ring, uint32_t empty) {
     for (int i = 0; i < kSlots; ++i) {

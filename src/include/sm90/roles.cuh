@@ -1,11 +1,11 @@
 #pragma once
-// Warps of one block with different work.
+// Warps of one thread block with different work.
 
 #include <cstdint>
 
 constexpr int kWarpgroup = 128; // threads
 
-// Registers per thread of this warpgroup from here on: others give, then some take.
+// Sets the registers per thread of this warpgroup from here on: some warpgroups give, others take.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -16,7 +16,7 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Named barriers, of which __syncthreads is number 0: all of `threads` arrive, some of them wait.
+// Named barriers; __syncthreads is number 0. All of `threads` arrive, and some of them wait.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -25,7 +25,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Warpgroups that take turns, if kOn: each waits for its own, and passes it on to the next.
+// Turns of warpgroups, if kOn: each waits for its turn, and passes the turn on to the next.
 template <bool kOn, int kWarpgroups>
 __device__ __forceinline__ void end_turn_of(int warpgroup) {
     if (kOn) {

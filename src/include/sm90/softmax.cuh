@@ -1,19 +1,19 @@
 #pragma once
-// Softmax of accumulators with the optimistic maximum: m is that of a tile's first block of keys,
-// later ones are looked at for what did not fit. Two rows a lane, g and g + 8, as in wgmma.cuh.
-// scale: log2(e) · softmax_scale.
+// Softmax of accumulators with the optimistic maximum: m is the maximum of a tile's first block of
+// keys, and the sums of later blocks are checked for overflow. A lane has two rows, g and g + 8, as
+// in wgmma.cuh. scale: log2(e) · softmax_scale.
 
 #include "flash_attention.cuh"
 #include "numeric.cuh"
 #include "sm90/arguments.cuh"
 #include "sm90/tiles.cuh"
 
-constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
-constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
-constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
-constexpr float kNoMaximum = -1e30; // of nothing, finite: -infinity - m is no NaN
+constexpr float kMaxSum = 1 << 15; // of a lane's sum of P over a block: fp16 holds up to 65504
+constexpr float kMaxRescale = 100; // of k, by which m grows: 2^-k is a normal number
+constexpr float kMaxL = 1e30; // of a row's l: 1 / l is a normal number
+constexpr float kNoMaximum = -1e30; // of no keys; finite, so that -infinity - m is not NaN
 
-// Columns from `visible` on, of either row, count nothing.
+// Columns from `visible` on become -infinity, in either row.
 template <int kCount>
 __device__ __forceinline__ void hide_columns(float (&S_rmem)[kCount], const int (&visible)[2]) {
     const int t = threadIdx.x % 4;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void hide_columns(float (&S_rmem)[kCount], const int 
     }
 }
 
-// S becomes P = 2^(S · scale - m), unrounded; sum is what this lane has of a row.
+// S becomes P = 2^(S · scale - m), not yet rounded; sum is this lane's part of each row's sum.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale,
                                              const float (&m)[2], float (&sum)[2]) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void softmax_first(float (&S_rmem)[kCount], float sca
     exponentiate(S_rmem, scale, m, l);
 }
 
-// A block before which some row has seen no key: m becomes the maximum of both, and O must be
-// multiplied by rescale.
+// A block before which some row has seen no key. m becomes the maximum of the old m and this block,
+// and O must be multiplied by rescale.
 template <int kCount>
 __device__ __forceinline__ void softmax_again(float (&S_rmem)[kCount], float scale, float (&m)[2],
                                               float (&l)[2], float (&rescale)[2]) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void softmax_again(float (&S_rmem)[kCount], float sca
     }
 }
 
-// The others. Returns whether m must grow, for the sake of any row of the warp: only fp16 asks.
+// All later blocks. Returns whether m must grow for any row of the warp, which only fp16 asks.
 template <DType kDType, int kCount>
 __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float scale, const float (&m)[2],
                                         float (&l)[2]) {
@@ -88,14 +88,14 @@ __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float scale, co
     exponentiate(S_rmem, scale, m, sum);
     l[0] += sum[0];
     l[1] += sum[1];
-    // all lanes, since no l is negative; NaN is not either
+    // the mask is always all lanes: neither a sum nor NaN is below 0
     __syncwarp(__ballot_sync(0xffffffff, !(l[0] < 0) && !(l[1] < 0)));
-    const bool fits = sum[0] <= kMaxSum && sum[1] <= kMaxSum; // nor is it NaN
+    const bool fits = sum[0] <= kMaxSum && sum[1] <= kMaxSum; // false for NaN
     return kDType == DType::FP16 && __any_sync(0xffffffff, !fits);
 }
 
-// m grows as much as l has. A row that has left fp32's range has l = NaN from then on, in at least
-// one lane.
+// m grows by k = log2(l), at least 0; P and l are multiplied by rescale = 2^-k, and O must be. If a
+// row has left the range of fp32, l = NaN from then on, in at least one lane.
 template <int kCount>
 __device__ __forceinline__ void grow(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
                                      float (&rescale)[2]) {
@@ -109,9 +109,8 @@ __device__ __forceinline__ void grow(float (&S_rmem)[kCount], float (&m)[2], flo
     scale_rows(S_rmem, rescale);
 }
 
-// What O of a warp's 16 rows is to be multiplied by, from each lane's part of l: 1 / l, and 0 where
-// a query sees no key. Their LSE is stored if it is asked for. Returns whether 1 / l is a normal
-// number.
+// The factors of O of a warp's 16 rows, from each lane's part of l: 1 / l, or 0 if the query sees
+// no key. Stores the LSE of the rows if asked for. Returns whether 1 / l is a normal number.
 template <Edges kEdges>
 __device__ __forceinline__ bool finish_sums(const HopperKernelArgs &args, TilePlace place,
                                             int warp_row, const float (&m)[2], const float (&l)[2],
@@ -121,7 +120,7 @@ __device__ __forceinline__ bool finish_sums(const HopperKernelArgs &args, TilePl
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float row_l = quad_sum(l[half]);
-        fits &= row_l < kMaxL; // nor is it NaN
+        fits &= row_l < kMaxL; // false for NaN
         const int query = place.row + warp_row + half * 8 + lane / 4;
         const bool sees = visible_keys<kEdges>(query, args) > 0;
         inverse_l[half] = sees ? reciprocal_approx(row_l) : 0;

@@ -1,7 +1,7 @@
 #pragma once
-// Tiles as TMA and wgmma have them: pieces of 64 columns, rows of 128 bytes in which chunk c of row
-// r stands at c ^ r % 8. The pattern repeats after 1024 bytes, to which pieces are aligned. And
-// accumulators, as they become operands or go to a tile.
+// The layout of tiles for TMA and wgmma: pieces of 64 columns, with rows of 128 bytes in which
+// chunk c of row r stands at c ^ r % 8. The pattern repeats after 1024 bytes, to which pieces are
+// aligned. Also functions that turn accumulators into operands or store them in a tile.
 
 #include "flash_attention.cuh"
 #include "numeric.cuh"
@@ -17,19 +17,19 @@ __host__ __device__ constexpr uint32_t piece_bytes(int rows) {
     return rows * kRowBytes;
 }
 
-// From the start of a tile of kRows rows to its k-tile of 16 columns, in units of a descriptor: 32
-// bytes further in the swizzle's 128, then the next piece.
+// The distance from the start of a tile of kRows rows to its k-tile of 16 columns, in the 16-byte
+// units of a descriptor: 32 bytes per k-tile inside the 128 of a row, then the next piece.
 template <int kRows>
 __device__ constexpr uint32_t column_step(int k) {
     return (k / 4 * piece_bytes(kRows) + k % 4 * kWgmmaK * sizeof(Element)) / 16;
 }
 
-// From the start of a tile of V to its k-tile of 16 keys, likewise.
+// The distance from the start of a tile of V to its k-tile of 16 keys, in the same units.
 __device__ constexpr uint32_t row_step(int k) {
     return k * kWgmmaK * kRowBytes / 16;
 }
 
-// Rows of accumulators times a factor each.
+// Multiplies each row of accumulators by its factor.
 template <int kCount>
 __device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float (&factor)[2]) {
 #pragma unroll
@@ -38,8 +38,8 @@ __device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float 
     }
 }
 
-// Whether none of them is infinite or not a number: 0 times these is not 0. kChains are looked at
-// at a time, each after the one before.
+// Whether no accumulator is infinite or NaN: 0 times these is not 0. The sum of the products runs
+// in kChains independent chains.
 template <int kChains = 1, int kCount>
 __device__ __forceinline__ bool all_finite(const float (&D_rmem)[kCount]) {
     float zeros[kChains] = {};
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool all_finite(const float (&D_rmem)[kCount]) {
     return zeros[0] == 0;
 }
 
-// Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
+// Rounds columns 16k … 16k + 15 of accumulators to 16 bits, in the layout of operand A of wgmma.
 template <DType kDType, int kCount>
 __device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float (&D_rmem)[kCount],
                                               int k) {
@@ -64,9 +64,9 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float
     }
 }
 
-// Accumulators (16, 16) of a warp, d[0] to d[7] of each lane, in 16 bits, to rows row … row + 15
-// and columns 16k … 16k + 15 of a tile of kRows rows. Lane l names row l % 16 of column half l
-// / 16.
+// Stores accumulators (16, 16) of a warp, packed in 16 bits, to rows row … row + 15 and columns
+// 16k … 16k + 15 of a tile of kRows rows. Lane n gives the address of row n % 16, of the left or
+// right 8 columns as n / 16 is 0 or 1.
 template <int kRows>
 __device__ __forceinline__ void store_fragment(uint32_t tile_smem, int row, int k,
                                                const uint32_t (&packed)[4]) {

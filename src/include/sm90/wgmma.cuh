@@ -1,28 +1,30 @@
 #pragma once
-// wgmma: the four warps of a warpgroup multiply 64 rows, asynchronously. B, and A unless it is in
-// registers, are tiles in shared memory in the 128-byte swizzle, named by descriptors.
+// wgmma: the four warps of a warpgroup multiply 64 rows, asynchronously. B is a tile in shared
+// memory in the 128-byte swizzle, named by a descriptor; A is such a tile too, or is in registers.
 //
-// Row r of accumulator and A is that of warp r / 16. Lane 4g + t has of its 16 rows
-//   D[4n], D[4n + 1]: row g, D[4n + 2], D[4n + 3]: row g + 8; columns 8n + 2t, 8n + 2t + 1
-// and two neighbouring n, in 16 bits, are A of 16 columns (PTX ISA, "Register Fragments for
+// Row r of the accumulators D and of A belongs to warp r / 16. Of the 16 rows of its warp, lane
+// 4g + t has, in columns 8n + 2t and 8n + 2t + 1,
+//   D[4n], D[4n + 1]: row g; D[4n + 2], D[4n + 3]: row g + 8.
+// Two neighbouring n, rounded to 16 bits, form A of 16 columns (PTX ISA, "Register Fragments for
 // wgmma.mma_async.m64nNk16").
 
 #include "flash_attention.cuh"
 
-// The low word of a descriptor, PTX ISA "Matrix Descriptor Format": address and leading offset in
-// units of 16 bytes. leading_bytes counts where the columns of B are contiguous (V): from 64 of
-// them to the next. To move the address, add bytes / 16.
+// The low word of a descriptor (PTX ISA, "Matrix Descriptor Format"). It holds the address and the
+// leading offset in units of 16 bytes. leading_bytes is the distance from 64 columns of B to the
+// next 64, and counts only if the rows of B are contiguous, as in V. To move the address, add
+// bytes / 16.
 __device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t tile_smem,
                                                      uint32_t leading_bytes = 0) {
     return (tile_smem & 0x3ffff) >> 4 | leading_bytes >> 4 << 16;
 }
 
-// What all lanes have, said so that ptxas can keep it in a uniform register.
+// A value that all lanes have already, in a form that ptxas can keep in a uniform register.
 __device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
     return __shfl_sync(0xffffffff, value, 0);
 }
 
-// The high word: 1024 bytes from 8 rows to the next, 128-byte swizzle.
+// The high word: 1024 bytes from 8 rows to the next 8, and the 128-byte swizzle.
 #define WGMMA_HIGH "0x40000040"
 
 // Orders register accesses before the wgmma that follow.
@@ -30,19 +32,19 @@ __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes the group of wgmma since the last commit.
+// Closes the group of all wgmma since the last commit.
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most the kPending youngest groups run.
+// Waits until at most the kPending youngest groups run.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler moves no access to these registers across. It does not know how long wgmma use them,
-// so that it has to be told before the fence and after the wait.
+// The compiler moves no access to these registers across a hold. It does not know how long wgmma
+// use the registers, so a hold stands before the fence and after the wait.
 template <int kCount>
 __device__ __forceinline__ void hold(float (&registers)[kCount]) {
 #pragma unroll
@@ -58,7 +60,7 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
     }
 }
 
-// Operands %0 … of that many accumulators, as text and as constraints.
+// The operands %0 … of 32 to 88 accumulators, as text and as constraints.
 #define TEN(tens)                                                                           \
     "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens \
     "6, %" #tens "7, %" #tens "8, %" #tens "9"
@@ -78,7 +80,7 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
 #define FLOATS_80(r) FLOATS_64(r), EIGHT(r, 64), EIGHT(r, 72)
 #define FLOATS_88(r) FLOATS_80(r), EIGHT(r, 80)
 
-// n columns, count accumulators; a, b, …: numbers of the operands behind them.
+// n: columns. count: accumulators. a, b, …: the operands after the accumulators, as %number.
 #define WGMMA_SS(n, count, type, a, b, accumulate, transposed)                            \
     asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 A, B;\n\t"                    \
                  "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                        \
@@ -99,8 +101,8 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
                  : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(int(accumulate_)) \
                  : "memory")
 
-// D (64, 2 · count) = A (64, 16) @ B (16, 2 · count), + D if it accumulates. kTransposed: the
-// columns of B are contiguous, as those of V are, and not its rows, as those of K^T.
+// D (64, 2 · count) = A (64, 16) @ B (16, 2 · count), + D if accumulate_. kTransposed: the rows of
+// B are contiguous in memory (V), not its columns (K^T).
 #define DEFINE_WGMMA_SS(n, count, a, b, accumulate, transposed)                      \
     template <DType kDType, bool kTransposed = false>                                \
     __device__ __forceinline__ void wgmma(float (&D)[count], uint32_t A, uint32_t B, \
@@ -118,7 +120,7 @@ DEFINE_WGMMA_SS(128, 64, "%64", "%65", "%66", "%67")
 DEFINE_WGMMA_SS(160, 80, "%80", "%81", "%82", "%83")
 DEFINE_WGMMA_SS(176, 88, "%88", "%89", "%90", "%91")
 
-// The same with A in registers and the columns of B contiguous: P @ V.
+// The same with A in registers, and with B transposed as above: P @ V.
 template <DType kDType>
 __device__ __forceinline__ void wgmma(float (&D)[64], const uint32_t (&A)[4], uint32_t B,
                                       bool accumulate_) {
