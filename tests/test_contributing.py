@@ -16,7 +16,9 @@ import pytest
 from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.course.commands import copy_of
+from flash_helpers.course.form import FORMS
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Element
+from flash_helpers.registry.family import LOGBOOK
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +29,9 @@ CLOSINGS = {
     "py/flash_helpers/operations/attention_forward/faults.py": "}  # fmt: skip",
     "py/flash_helpers/operations/rows/faults.py": "}  # fmt: skip",
 }
+
+
+STEP_PAGE = "docs/17_practice.md"
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,22 @@ def step_walk(root: Path) -> Iterator[Walk]:
         yield walked(copy, "Add a step")
 
 
+@pytest.fixture(scope="module")
+def step_page(step_walk: Walk) -> Walk:
+    """The step's page, written from the page's skeleton, and the map.
+
+    The skeleton's table of costs is left out: the copy is built for one architecture only.
+    """
+    copy = step_walk.copy
+    contributing = (copy / "CONTRIBUTING.md").read_text()
+    (skeleton,) = re.findall(r"^```markdown\n(.*?)^```$", contributing, re.DOTALL | re.MULTILINE)
+    page, n = re.subn(r"<!-- build:facts 17 -->\n<!-- /build -->\n", "", skeleton)
+    assert n == 1
+    (copy / STEP_PAGE).write_text(page)
+    commands = f"python tools/docs/build_docs.py {STEP_PAGE} docs/map.md --no-commands"
+    return Walk(copy, {commands: run(copy, commands)})
+
+
 class TestStep:
     """What the commands of a step seventeen do."""
 
@@ -159,12 +180,41 @@ class TestStep:
         for tool in ("compare_kernels.py", "profile_kernel.py"):
             assert "v17" in step_walk.of(tool)
 
-    def test_a_step_that_was_not_measured_stands_in_the_table_without_numbers(
-        self, step_walk: Walk
+    def test_the_copied_header_makes_no_claim_of_its_parent(self, step_walk: Walk) -> None:
+        parent, own = (
+            (step_walk.copy / path).read_text().partition("#include")[0]
+            for path in ("src/include/forward_kernel.cuh", "kernels/v17/forward_kernel.cuh")
+        )
+        assert "Step 17" in own and "Parent: v16." in own
+        assert "TFLOP/s" in parent and "TFLOP/s" not in own  # the measured lines
+        verdict = re.compile(r"^// Verdict: (.*?)^//$", re.DOTALL | re.MULTILINE)
+        assert verdict.findall(own) == ["not measured yet.\n"] != verdict.findall(parent)
+
+    def test_that_was_not_measured_has_a_page_of_the_logbook_by_the_skeleton(
+        self, step_page: Walk
     ) -> None:
-        readme = (step_walk.copy / "README.md").read_text()
-        (row,) = re.findall(r"^\| (?:v?17) \|.*$", readme, re.MULTILINE)
-        assert "the same once more" in row and not re.search(r"\d\.\d", row)
+        assert step_page.of(STEP_PAGE).splitlines() == [  # and no fault of form or English
+            f"{STEP_PAGE} written",
+            "docs/map.md written",
+        ]
+        page = (step_page.copy / STEP_PAGE).read_text()
+        assert "**Logbook of ampere**" in page and "v17 was not measured" in page
+        headings = re.findall(r"^## (.+)", page, re.MULTILINE)
+        assert headings == [*FORMS[LOGBOOK].sections]
+
+    def test_that_was_not_measured_stands_in_the_map_without_numbers(self, step_page: Walk) -> None:
+        steps = (step_page.copy / "docs/map.md").read_text()
+        (row,) = re.findall(r"^\| \[v17\].*$", steps, re.MULTILINE)
+        assert "(17_practice.md) | logbook | the same once more |" in row and "%" not in row
+
+
+def test_the_page_tells_which_changes_need_the_whole_library(root: Path) -> None:
+    page = (root / "CONTRIBUTING.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE))
+    whole = [change for change, build in rows.items() if build.startswith("all steps")]
+    assert len(whole) == 2 and "`src/include`" in whole[0] and "the gate" in whole[1]
+    (step,) = re.findall(r"^## Add a step\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    assert "build all steps: `python setup.py build_kernels` without the two variables" in step
 
 
 def test_the_command_for_ptx_compiles_a_step_of_hopper(root: Path, tmp_path: Path) -> None:
@@ -226,8 +276,8 @@ WRITTEN_BY_HAND = {
     "py/flash_helpers/registry/practice.py",
 }
 GENERATED = {
-    "README.md",
     "docs/glossary.md",
+    "docs/using.md",
     "src/include/flash_kernels.cuh",
     "src/include/practice_kernels.cuh",
 }
@@ -281,6 +331,6 @@ class TestFamily:
         assert listed == "z1: the exponents of base 2 lack the factor log2(e)\n"
 
     def test_stands_in_the_table_of_what_kernels_take(self, family: FamilyWalk) -> None:
-        readme = (family.walk.copy / "README.md").read_text()
-        (row,) = re.findall(r"^\| practice \|.*$", readme, re.M)
+        using = (family.walk.copy / "docs/using.md").read_text()
+        (row,) = re.findall(r"^\| practice \|.*$", using, re.M)
         assert "fp16, bf16, fp32" in row

@@ -13,6 +13,7 @@ from sass_text import needs
 
 from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours
 from flash_helpers.kernel_configs import STEPS
+from flash_helpers.registry.family import CORE, LAB, LIBRARY, LOGBOOK
 from flash_helpers.runtime import library
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ def test_one_block_that_cannot_be_made_keeps_every_page_from_being_written(
         ("<!-- build:listing 8 ( -->\n<!-- /build -->\n", 1, "'(' is no regular expression"),
         ("<!-- build:listing 8 HGMMA -->\n<!-- /build -->\n", 1, "matches 'HGMMA'"),
         ("<!-- build:listing 8 LDSM lines=0 -->\n<!-- /build -->\n", 1, "lines=0"),
-        ("<!-- build:nav -->\n<!-- /build -->\n", 1, "docs/page.md is no page of the course"),
+        ("<!-- build:nav -->\n<!-- /build -->\n", 1, "docs/page.md is not in the list of pages"),
         ("<!-- build:output -->\n<!-- /build -->\n", 1, "holds no ```console block"),
         ("<!-- build:output 5 -->\n```console\n$ true\n```\n<!-- /build -->\n", 1, "[lines=20]"),
         ("<!-- build:facts 8 -->\n\ntext\n", 1, "is never closed"),
@@ -102,7 +103,7 @@ def test_all_errors_of_all_pages_are_told_at_once(book: Book, capsys) -> None:
 def test_a_page_that_is_not_there_is_refused(book: Book, capsys) -> None:
     book.write(BLOCK)
     assert book.run("docs/other.md") == 2
-    assert capsys.readouterr().err == "docs/other.md is no page: pages are docs/page.md\n"
+    assert capsys.readouterr().err == "docs/other.md is not a page: pages are docs/page.md\n"
 
 
 def test_only_the_pages_that_are_named_are_built(book: Book) -> None:
@@ -117,7 +118,7 @@ def test_the_readme_is_a_page_and_links_from_where_it_stands(book: Book) -> None
     path = book.root / "README.md"
     path.write_text("<!-- build:next 8 -->\n<!-- /build -->\n")
     assert book.run() == 0
-    assert "(docs/09_moves.md)" in path.read_text()
+    assert "(docs/10_first_block_peeled.md)" in path.read_text()
 
 
 def test_a_stale_page_fails_the_check_with_a_diff_and_is_not_written(book: Book, capsys) -> None:
@@ -136,7 +137,7 @@ def test_a_stale_page_of_another_compiler_says_so(book: Book, capsys) -> None:
     path.write_text(re.sub(r"ptxas [\d.]+\d", "ptxas 1.2.3", path.read_text()))
     capsys.readouterr()
     assert book.run("--check", "docs/page.md") == 1
-    assert "the pages tell of ptxas 1.2.3, and the library was compiled by" in (
+    assert "the pages have figures of ptxas 1.2.3, and the library was compiled by" in (
         capsys.readouterr().out
     )
 
@@ -184,7 +185,11 @@ def test_an_interrupt_leaves_quietly(book: Book, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_step_has_one_page_and_the_course_is_one_row() -> None:
-    assert [page.step for page in COURSE if page.step] == [*STEPS]
+    steps = [page.step for page in COURSE if page.step]
+    assert sorted(steps) == sorted(STEPS)
+    for place in (CORE, LIBRARY, LAB, LOGBOOK):
+        of_place = [step for step in steps if STEPS[step].place == place]
+        assert of_place == [step.id for step in STEPS.values() if step.place == place]
     assert len({page.name for page in PAGES}) == len(PAGES)
     for before, after in itertools.pairwise(COURSE):
         assert neighbours(before)[1] == after
@@ -202,7 +207,7 @@ def test_navigation_names_both_neighbours(book: Book) -> None:
     path = book.write("<!-- build:nav -->\n<!-- /build -->\n", "08_integer_instructions.md")
     assert book.run() == 0
     links = re.findall(r"\]\((\S+)\)", Path(path).read_text())
-    assert links == ["07_autotuning.md", "09_moves.md"]
+    assert links == ["06_fp32_throughput.md", "10_first_block_peeled.md"]
 
 
 class TestLibraryForOneArchitecture:

@@ -17,12 +17,16 @@ from flash_helpers.course.arguments import parse_kernel
 from flash_helpers.course.blocks import KINDS, render
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.evidence import PUBLISHED, Evidence, Published, count_kernel
+from flash_helpers.course.excerpts import COLUMNS
+from flash_helpers.course.links import minutes_text
 from flash_helpers.course.metric import share
+from flash_helpers.course.pages import page_of_step
 from flash_helpers.course.sources import code_diff, without_comments
 from flash_helpers.kernel_configs import LARGE_TILE, STEPS, AttentionForward, Config, Element
 from flash_helpers.measure.benchmark_tables import lengths_table
 from flash_helpers.measure.kernel_profile import profile_kernels
 from flash_helpers.measure.results import FLASH, BenchmarkResults, Measurement, load_results
+from flash_helpers.registry.family import LOGBOOK
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime.call import prepare
 
@@ -56,6 +60,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "excerpt": "2 smem_offset",
         "loads": "rows_256_h200",
         "lengths": "rows_256_h200",
+        "calls": "call_overhead_h200",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")
@@ -218,7 +223,13 @@ def test_an_excerpt_is_the_code_as_it_stands_in_the_file(show: Show, root: Path)
     places = re.search(r"\), lines (\d+).(\d+), (\d+).(\d+)\.$", text)
     assert places is not None
     first, last, first_2, last_2 = map(int, places.groups())
-    assert code_of(text) == [*source[first - 1 : last], "", *source[first_2 - 1 : last_2]]
+
+    def words(lines: Sequence[str]) -> list[str]:
+        return [word for line in lines for word in line.split() if word != "//"]
+
+    shown = code_of(text)
+    assert words(shown) == words([*source[first - 1 : last], *source[first_2 - 1 : last_2]])
+    assert all(len(line) <= COLUMNS for line in shown if line.lstrip().startswith("//"))
     assert f"](../previous_kernels/v9/forward_kernel.cuh#L{first}-L{last})" in text
 
 
@@ -306,9 +317,23 @@ def test_stairs_tell_what_a_step_gained_at_each_tile(show: Show, evidence: Evide
 
 
 def test_the_map_has_every_step_and_links_its_page(show: Show) -> None:
-    rows = [line for line in show("map").splitlines() if line.startswith("| [")]
-    assert [re.match(r"\| \[(\w+)\]", row)[1] for row in rows] == [*STEPS]
-    assert "[v9](09_moves.md)" in rows[8]
+    rows = [line for line in show("map").splitlines() if line.startswith(("| [", "| **["))]
+    named = [re.match(r"\| (?:\*\*)?\[(\w+)\]", row)[1] for row in rows]
+    assert named == [*STEPS]
+    assert "[v9](09_moves.md)" in rows[8] and "| core |" in rows[8]
+
+
+def test_the_path_has_the_pages_of_each_evening_and_one_line_for_the_logbook(show: Show) -> None:
+    text = show("path")
+    first, second = (line for line in text.splitlines() if "evening**" in line)
+    for line, steps in ((first, ("v1", "v9", "o5")), (second, ("h1", "h12"))):
+        names = re.findall(r"\]\((\S+)\)", line)
+        places = [names.index(page.path.name) for step in steps if (page := page_of_step(step))]
+        assert places == sorted(places)
+        minutes = sum(map(int, re.findall(r"\((\d+)\)", line)))
+        assert minutes_text(minutes) in line
+    logbook = [step for step in STEPS.values() if step.place == LOGBOOK]
+    assert text.count("Logbook") == 1 and f"Logbook, {len(logbook)} pages" in text
 
 
 def drifting(
@@ -413,7 +438,7 @@ def test_results_by_length_say_which_problems_were_measured(tmp_path: Path) -> N
     grouped_results().save(path)
     block = "hopper_causal_h200 h21 h24 dtype=bf16 load=sustained"
     text = render(Evidence(tmp_path), "lengths", block, PurePosixPath("docs/h22_tile_counter.md"))
-    assert "| h24 " in text and "| best of ours " in text
+    assert "| h24 " in text and "| h24 over it " in text
     assert "bf16, causal (TFLOP/s count the keys that a query sees), 32 heads on 8, batch" in text
 
 
@@ -421,15 +446,14 @@ def test_results_by_length_can_be_of_some_steps(show: Show) -> None:
     text = show("lengths hopper_h200 h16 h17")
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| h")]
     assert {row.split()[0] for row in rows} == {"h16", "h17"}
-    assert "FlashAttention-3" in text and "best of the others" in text
+    assert "FlashAttention-3" in text and "fastest of the others" in text
     assert "h13_bf16" not in text  # its larger tile is left out of some lengths
     with pytest.raises(UsageError, match=r"'h99': the steps are v1 to .*, h1 to h\d+"):
         show("lengths hopper_h200 h99")
 
 
-def test_a_family_measured_elsewhere_has_the_numbers_of_that_run(show: Show) -> None:
-    assert "NVIDIA H200" in show("clock h5")
-    assert "NVIDIA H100" in show("clock o5")
+def test_a_family_with_a_file_of_its_own_has_the_numbers_of_that_run(show: Show) -> None:
+    assert all("NVIDIA H100" in show(f"clock {step}") for step in ("h5", "o5"))
     assert "not measured" not in show("stairs h5")
     assert float(cells(show("numbers h5 clock=TFLOP/s"), "harmonic mean")[1]) > 0
 
@@ -492,7 +516,7 @@ def test_a_page_of_a_step_without_measurements_says_so(
         and "TFLOP/s" not in text
     )
     text = render(evidence, "stairs", step, page)
-    assert text.endswith(f"\n\n{step} was not measured on the GPU of the other steps.")
+    assert f"\n\n{step} was not measured on the GPU of the other steps." in text
     assert f"![The {family} staircase with step {step} lit]" in text
 
 

@@ -1,1 +1,1 @@
-"""From a config to machine code: source text, toolchain, build, and what ptxas said."""
+"""From a config to machine code: source text, toolchain, build, and the messages of ptxas."""

@@ -93,8 +93,8 @@ rule link
 
 @dataclass(frozen=True)
 class Unit:
-    """One translation unit: its name, its source relative to the root, what it is compiled for
-    (such as "80" or "90a"), and extra flags."""
+    """One translation unit: its name, its source relative to the root, the architectures that it is
+    compiled for (such as "80" or "90a"), and extra flags."""
 
     name: str
     source: str
@@ -104,21 +104,22 @@ class Unit:
 
     @property
     def suffix(self) -> str:
-        """Name of the output: of a kernel only the device code is compiled."""
+        """Suffix of the output's name: only the device code of a kernel is compiled."""
         return "fatbin" if self.is_kernel else "o"
 
 
 def architecture_names(targets: Sequence[str]) -> str:
-    """Targets of the library, e.g. "sm_80 sm_90 compute_80": it carries the PTX of the first
-    for GPUs that it holds no machine code for."""
+    """Targets of the library, e.g. "sm_80 sm_90 compute_80": it carries the PTX of the first target
+    for GPUs without machine code of their own in it."""
     return " ".join([*(f"sm_{target}" for target in targets), f"compute_{targets[0]}"])
 
 
 def gencode_flags(targets: Sequence[str]) -> list[str]:
     """nvcc's flags for machine code for each target, and PTX for the first.
 
-    To make PTX is most of the work. Targets share that of the first of them where theirs would
-    differ in the name of the target only: all up to 90, and later those of one major version.
+    Making PTX is most of the work. Targets share the PTX of the first of them where only the
+    target's name would differ: all targets up to 90 share one, and later targets share one per
+    major version.
     """
 
     def generation(target: str) -> str:
@@ -139,7 +140,7 @@ def gencode_flags(targets: Sequence[str]) -> list[str]:
 
 
 def requested_jobs(environ: Mapping[str, str]) -> int:
-    """How many compilers to run at once: MAX_JOBS, or the number of cores. Raises BuildError."""
+    """Number of compilers that run at once: MAX_JOBS, or the number of cores. Raises BuildError."""
     text = environ.get("MAX_JOBS", "").strip()
     if not text:
         return len(os.sched_getaffinity(0))
@@ -151,7 +152,7 @@ def requested_jobs(environ: Mapping[str, str]) -> int:
 class LibraryBuild:
     """One build of the library in the repository at `root`.
 
-    configs: the kernels that it holds. report: receives progress, a line at a time.
+    `configs`: the kernels that it holds. `report`: receives progress, one line per call.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class LibraryBuild:
         _mirror_best_configs(self.root / CONFIG_FOLDER, package / CONFIG_FOLDER)
 
     def _units(self) -> list[Unit]:
-        """Write what the generator makes of the configs, and list what there is to compile."""
+        """Write the sources generated from the configs, and list the units to compile."""
         kernels: list[Unit] = []
         for family in FAMILIES.values():
             targets = family.targets_for(self.architectures)
@@ -298,7 +299,7 @@ class LibraryBuild:
             )
 
     def _ptx(self, name: str) -> str:
-        """The PTX of a kernel, its sources named as seen from the root, wherever that was."""
+        """The PTX of a kernel, with the paths of its sources relative to the root."""
         text = self._file(name, "ptx").read_text()
         return text.replace(f'"{self.root}/', '"').replace('"./', '"')
 

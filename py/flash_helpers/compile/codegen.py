@@ -1,9 +1,9 @@
-"""Source text made from configs: one translation unit a kernel, and each family's map from config
+"""Source text made from configs: one translation unit per kernel, and each family's map from config
 to kernel.
 
-The maps are outputs. What is built is told by `configs_to_build`: the registry, the fastest configs
-that sweeps have found (configs/best_*.json), and what a user adds (configs/local.json). Standard
-library only.
+The maps are outputs. `configs_to_build` lists the configs to build: those of the registry, the
+fastest that sweeps have found (configs/best_*.json), and those that a user adds
+(configs/local.json). Standard library only.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def local_configs_text(configs: Iterable[Config]) -> str:
 
 
 def generated_files(root: Path, configs: Sequence[Config]) -> dict[Path, tuple[str, str]]:
-    """Return the committed files that are made from the registry, relative to the root: their text
-    as it is, empty if there is none, and as it should be. Raises OSError and ValueError."""
+    """Return the committed files that are made from the registry, relative to the root: the text of
+    each file on disk (empty without a file), and its new text. Raises OSError and ValueError."""
     families = FAMILIES.values()
     wanted = {family.map_header: kernel_map_header(family, configs) for family in families}
     wanted[ALL_MAPS] = all_maps_header(families)
@@ -97,8 +97,8 @@ def _initializer(config: Config, indent: int) -> str:
 
 
 def kernel_function(name: str) -> str:
-    """Return the C++ function that returns the `Kernel` of that name; in its unit, it returns the
-    address alone."""
+    """Return the name of the C++ function that returns the `Kernel` of that name; in the kernel's
+    own unit it returns the address alone."""
     return f"{name}_kernel"
 
 
@@ -111,9 +111,9 @@ def kernel_unit(
     It is compiled from the root of the repository with that folder and src/include on the
     include path.
 
-    function: one of the family's kernels, the first by default. name: of the struct that names the
-    kernel, its config's short form by default. header, namespace: that have the kernel, the step's
-    by default.
+    `function`: one of the family's kernels, the first by default. `name`: name of the struct that
+    names the kernel, its config's short form by default. `header`, `namespace`: where the kernel is
+    defined; those of the step by default.
     """
     step, family = config.step, config.family
     function = function or next(iter(family.kernels))
@@ -148,15 +148,15 @@ const void *{kernel_function(name)}() {{
 
 
 def _include(family: Family[Any]) -> str:
-    """Return the includes of what a family's structs need."""
+    """Return the includes that a family's structs need."""
     own = "" if str(family.header) == KERNEL_HEADER else f'#include "{family.header}"\n'
     return f'#include "flash_attention.cuh"\n{own}'
 
 
 @dataclass(frozen=True)
 class BuiltKernel:
-    """Compiled device code of one kernel. fatbin: its path, relative to where the library is
-    linked. symbol: of the kernel, in it."""
+    """Compiled device code of one kernel. `fatbin`: its path, relative to where the library is
+    linked. `symbol`: the kernel's symbol in it."""
 
     name: str
     fatbin: str
@@ -188,7 +188,7 @@ asm(R"(
 
 
 def kernel_map_header(family: Family[Any], configs: Iterable[Config]) -> str:
-    """Return a family's map header for those of `configs` that are the family's, sorted, each
+    """Return a family's map header for those of `configs` that belong to the family, sorted, each
     once."""
     ordered = sorted({config for config in configs if config.family is family})
     functions = {c: [kernel_function(name) for name in c.kernels.values()] for c in ordered}

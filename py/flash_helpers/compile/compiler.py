@@ -1,7 +1,7 @@
-"""Compilers of which each is run on the side, several at a time. Standard library only.
+"""Compilers that run beside other work, several at a time. Standard library only.
 
-The library is built by ninja. A sweep is not: it takes each kernel as it is compiled, gives up one
-that takes too long, and goes on after one that fails.
+The library is built by ninja. A sweep needs more: it takes each kernel as soon as it is compiled,
+gives up one that takes too long, and goes on after one that fails.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Finished(Generic[T]):
     """Outcome of the command of one item.
 
-    scratch: the item's folder, gone when the next item is asked for. status: exit status of the
-    command; None if it took too long. log: output of the command.
+    `scratch`: the item's folder, gone when the next item is asked for. `status`: exit status of the
+    command; None if it took too long. `log`: output of the command.
     """
 
     item: T
@@ -53,7 +53,7 @@ def run_compilers(
 ) -> Generator[Finished[T], None, None]:
     """Run a command for each item, `jobs` at a time, in `root`; yield each outcome as it is known.
 
-    command: of an item and a fresh folder for it, which is made in `folder`.
+    `command`: returns the command for an item and a fresh folder, which is made in `folder`.
 
     All processes are ended and their folders gone when the generator is closed, or left early.
     """

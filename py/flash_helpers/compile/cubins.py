@@ -1,5 +1,5 @@
-"""Kernels compiled on the side: machine code of one architecture each, in parallel, kept by what it
-was made from. Nothing is installed. Standard library only.
+"""Kernels compiled beside other work: machine code of one architecture each, compiled in parallel
+and kept under a hash of its sources. Nothing is installed. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TEXT = ".text."
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel to compile. unit: its translation unit. config: what it is launched as."""
+    """A kernel to compile. `unit`: its translation unit. `config`: the config that it is launched
+    as."""
 
     name: str
     config: Config
@@ -45,8 +46,8 @@ class Source:
 class Cubin:
     """One compiled kernel.
 
-    code: digest of what a launch executes: the machine code, the registers and constants that come
-    with it, and the launch's geometry. Kernels with the same code take the same time.
+    `code`: digest of what a launch executes: the machine code, the registers and constants that
+    come with it, and the launch's geometry. Kernels with the same code take the same time.
     """
 
     source: Source
@@ -89,7 +90,7 @@ def included_files(root: Path, unit: str) -> list[Path]:
 def read_code(path: Path, config: Config, registers: int) -> tuple[str, str]:
     """The kernel's symbol in a cubin, and its code (see `Cubin`).
 
-    registers: a thread, which not every cubin has in its section headers.
+    `registers`: registers per thread, which not every cubin has in its section headers.
 
     Raises ValueError unless the file is a cubin of one kernel.
     """
@@ -118,7 +119,7 @@ def read_code(path: Path, config: Config, registers: int) -> tuple[str, str]:
 class CubinCompiler:
     """Compiles kernels of the repository at `root` for one architecture (90 for sm_90).
 
-    folder: keeps the cubins, and what ptxas said of them. timeout_s: seconds that one may take.
+    `folder`: keeps the cubins and the messages of ptxas. `timeout_s`: most seconds per kernel.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class CubinCompiler:
         self._source_digests: dict[tuple[str, ...], str] = {}
 
     def compile_all(self, sources: Sequence[Source]) -> Generator[Compiled, None, None]:
-        """Yield the result of each source, as it becomes known; those that are there already first.
+        """Yield the result of each source as it becomes known; cubins that exist already come
+        first.
 
         Compilers run on between two results. They are ended if the iterator is closed.
         """

@@ -22,10 +22,11 @@ _CMEM = re.compile(r"(\d+) bytes cmem\[(\d+)\]")
 class PtxasReport:
     """One kernel compiled for one architecture.
 
-    target: such as "sm_90" or "sm_90a". registers: per thread. stack_bytes, spill_store_bytes and
-    spill_load_bytes: per thread, too. barriers: named barriers of a block; None where ptxas does
-    not tell (11.8 and 12.4 do not). smem_bytes: static shared memory of a block. cmem_bytes:
-    constant memory by bank; for sm_90 ptxas leaves out bank 0, where the parameters are.
+    `target`: such as "sm_90" or "sm_90a". `registers`: per thread. stack_bytes, spill_store_bytes
+    and spill_load_bytes: per thread, too. `barriers`: named barriers of a block; None where ptxas
+    does not tell (11.8 and 12.4 do not). `smem_bytes`: static shared memory of a block.
+    `cmem_bytes`: constant memory by bank; for sm_90 ptxas leaves out bank 0, where the parameters
+    are.
     """
 
     symbol: str
@@ -74,10 +75,10 @@ class _Entry:
 
 
 def performance_losses(text: str) -> list[str]:
-    """Where ptxas gave up what a kernel is built on: `wgmma` one after the other (C7510 to C7520),
+    """Messages of ptxas about an optimisation that it gave up: `wgmma` serialized (C7510 to C7520),
     or `setmaxnreg` ignored (C7508).
 
-    That it has put in a `wgmma.fence` where one was missing costs nothing and is left out.
+    A message about a missing `wgmma.fence` that ptxas has inserted is left out: it costs nothing.
     """
     return list(dict.fromkeys(_LOSS.findall(text)))
 
@@ -85,9 +86,9 @@ def performance_losses(text: str) -> list[str]:
 def parse_ptxas_log(text: str) -> list[PtxasReport]:
     """The reports in the output of `ptxas -v`, in its order; empty if there is none.
 
-    Functions that kernels call are told of between the kernels, and are left out.
-    Raises ValueError for a kernel whose registers or spills are not told, as when the log breaks
-    off or when compilers that ran at the same time wrote into each other's lines.
+    Lines about functions that kernels call stand between the kernels, and are left out. Raises
+    ValueError for a kernel whose registers or spills are missing: the log breaks off, or compilers
+    that ran at the same time wrote into each other's lines.
     """
     entries: list[_Entry] = []
     function = ""

@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 class LogError(ValueError):
-    """A log that tells nothing of a kernel, or not all: the reason, and a way out."""
+    """A log that tells nothing or too little of a kernel: the reason, and a way out."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class LogEntry:
 
     @property
     def config(self) -> Config | None:
-        """The kernel's config; None if it is none of this library's."""
+        """The kernel's config; None if it is no kernel of this library."""
         return find_config(self.report.symbol)
 
     @property
     def kernel(self) -> str:
-        """Short form of the kernel's config; its symbol if it is none of this library's."""
+        """Short form of the kernel's config; its symbol if it is no kernel of this library."""
         config = self.config
         return config.short_form() if config else self.report.symbol
 
@@ -82,8 +82,8 @@ def read_logs(names: Iterable[str], stdin: BinaryIO) -> list[LogEntry]:
 
     name: a file, a folder of .log files, or "-" for `stdin`.
 
-    Raises OSError for a file that cannot be read, and LogError if one is cut off, or if a file or
-    all of a folder tells of no kernel.
+    Raises OSError for a file that cannot be read, and LogError for a log that is cut off, or for a
+    file or folder that tells of no kernel.
     """
     found = []
     for name in names:

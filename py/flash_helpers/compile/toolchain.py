@@ -1,4 +1,4 @@
-"""Compilers of the kernels: nvcc and its host compiler, where they are and what they can do.
+"""Compilers of the kernels: nvcc and its host compiler, their paths and their abilities.
 
 Standard library only: the build backend imports this before anything is installed.
 """
@@ -46,8 +46,8 @@ class BuildError(Exception):
 class Toolchain:
     """An nvcc that can compile the kernels.
 
-    version: CUDA release, e.g. (13, 0). identity: all that tells this toolchain from another.
-    library_folders: where the linker finds the CUDA runtime, if nvcc does not know by itself.
+    `version`: CUDA release, e.g. (13, 0). `identity`: text that differs between any two toolchains.
+    `library_folders`: where the linker finds the CUDA runtime, if nvcc does not know by itself.
     """
 
     nvcc: Path
@@ -104,8 +104,8 @@ def find_nvcc(
 ) -> tuple[Path, tuple[Path, ...]] | None:
     """nvcc and the library folders that its linker needs to be told, or None.
 
-    Looks in CUDA_HOME, CUDA_PATH, PATH, `default_home`, then among the installed PyPI packages.
-    Raises BuildError when CUDA_HOME or CUDA_PATH names a folder without nvcc.
+    The search goes through CUDA_HOME, CUDA_PATH, PATH, `default_home`, then the installed PyPI
+    packages. Raises BuildError when CUDA_HOME or CUDA_PATH names a folder without nvcc.
     """
     nvcc = _first_nvcc(environ, default_home)
     if nvcc is None:
@@ -219,7 +219,8 @@ def find_ninja() -> str:
 def toolchain_requirements(
     environ: Mapping[str, str] = os.environ, default_home: Path = DEFAULT_CUDA_HOME
 ) -> list[str]:
-    """Packages that pip has to install before the kernels can be built: none where there is nvcc.
+    """Packages that pip has to install before the kernels can be built: none where there is an
+    nvcc.
 
     Raises BuildError when pip could not install it either.
     """

@@ -1,4 +1,4 @@
-"""Blocks that lead elsewhere: pictures, the head of a page, and the path."""
+"""Blocks of links and pictures: pictures, the head of a page, the path, and the next page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PICTURES = PurePosixPath("docs/images/course")
 
 
 def relative(target: PurePosixPath, page: PurePosixPath) -> str:
-    """A path of the repository, as a link on a page has it."""
+    """A path of the repository, relative to a page, for a link."""
     return PurePosixPath(os.path.relpath(target, page.parent)).as_posix()
 
 
@@ -37,9 +37,10 @@ def image(target: PurePosixPath, alt: str, page: PurePosixPath) -> str:
 
 
 def words_note(arguments: Arguments) -> list[str]:
-    """Where the words of a table are told, once a page."""
+    """Note on the glossary below the first table with its terms; none after a page's first
+    table."""
     return arguments.once(
-        f"The words of these tables stand in the [glossary]({relative(GLOSSARY, arguments.page)})."
+        f"The [glossary]({relative(GLOSSARY, arguments.page)}) explains the words of these tables."
     )
 
 
@@ -50,8 +51,8 @@ def picture_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def nav_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The page's place, its reading time, the GPU of its figures, and links to the pages before and
-    after it."""
+    """Head of a page: its place, its reading time, the GPU of its figures, and links to the pages
+    before and after it."""
     page = arguments.page
     own = page_at(page)
     if own is None:
@@ -73,27 +74,28 @@ def nav_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def path_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The path: the core pages of each evening with their reading times, and where the other pages
-    stand."""
+    """The path: the core pages of each evening with their reading times, and links to the other
+    pages."""
     minutes = {page: _minutes(evidence.root, page) for page in COURSE}
+
+    def total(pages: Sequence[Page]) -> str:
+        count = f"{len(pages)} page{'s' * (len(pages) > 1)}"
+        return f"{count}, {minutes_text(sum(minutes[page] for page in pages))}"
 
     def listed(pages: Sequence[Page]) -> str:
         return " · ".join(f"{_link(page, arguments.page)} ({minutes[page]})" for page in pages)
 
     lines = []
-    for part in dict.fromkeys(page.part for page in COURSE if page.place):
+    for part in dict.fromkeys(page.part for page in COURSE if page.place not in ("", LOGBOOK)):
         pages = [page for page in COURSE if page.part == part]
-        count = f"{len(pages)} page{'s' * (len(pages) > 1)}"
-        total = f"{count}, {minutes_text(sum(minutes[page] for page in pages))}"
-        if pages[0].place == LOGBOOK:
-            lines.append(f"- {part}: {total}, on the [map]({relative(MAP, arguments.page)}).")
-        else:
-            lines.append(f"- **{part}**, {total}: {listed(pages)}.")
-    return "\n".join([*lines, "", "The number behind a page is its reading time in minutes."])
+        lines.append(f"- **{part}**, {total(pages)}: {listed(pages)}.")
+    logbook = [page for page in COURSE if page.place == LOGBOOK]
+    lines.append(f"- Logbook, {total(logbook)}: on the [map]({relative(MAP, arguments.page)}).")
+    return "\n".join([*lines, "", "The number after a page is its reading time in minutes."])
 
 
 def minutes_text(minutes: int) -> str:
-    """ "1 minute", "7 minutes", "1 hour 5 minutes"."""
+    """Duration in words: "1 minute", "7 minutes", "1 hour 5 minutes"."""
     hours, rest = divmod(minutes, 60)
     parts = [f"{n} {unit}{'s' * (n > 1)}" for n, unit in ((hours, "hour"), (rest, "minute")) if n]
     return " ".join(parts)
@@ -104,11 +106,11 @@ def _minutes(root: Path, page: Page) -> int:
 
 
 def next_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A link to the page after that of a step."""
+    """A link to the page after a step's page."""
     own = page_of_step(arguments.step().id)
     after = neighbours(own)[1] if own else None
     if after is None:
-        raise UsageError(f"there is no page after that of step {arguments.words[0]}")
+        raise UsageError(f"there is no page after the page of step {arguments.words[0]}")
     return f"Next: {_link(after, arguments.page)}."
 
 

@@ -1,1 +1,2 @@
-"""Operations: one folder for each, with its problem and all that is true of it without a kernel."""
+"""Operations: one folder for each, with its problem and everything about it that needs no
+kernel."""

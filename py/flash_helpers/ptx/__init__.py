@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flash_helpers.ptx.run.loading import load_ptx as load_ptx
     from flash_helpers.ptx.run.memory.regions import DeviceMemory as DeviceMemory
 
-# what runs kernels needs NumPy, which those who only read PTX do not wait for
+# the simulator imports NumPy; a caller that only reads PTX does not wait for it
 _RUNNING = {
     "count.counters": ("Counters",),
     "kernel": ("Kernel", "Run"),

@@ -11,8 +11,8 @@ class PtxError(Exception):
 
 
 class PtxSyntaxError(PtxError, ValueError):
-    """The text is not PTX that this reader understands, or it is cut off. file: whose text it is,
-    if it is that of a file."""
+    """The text is not PTX that this reader understands, or it is cut off. `file`: the file that
+    holds the text, if any."""
 
     def __init__(self, message: str, line: int, file: str = "PTX") -> None:
         super().__init__(f"{file} line {line}: {message}")
@@ -21,12 +21,12 @@ class PtxSyntaxError(PtxError, ValueError):
 
 
 class NotPtxError(PtxError, ValueError):
-    """The file holds something else; the message says what, and what to do with that."""
+    """The file holds something other than PTX; the message says what it holds, and the way out."""
 
 
 class UnsupportedInstruction(PtxError, NotImplementedError):
     """A well-formed instruction that the simulator does not know. Raised when a thread reaches it;
-    before anything runs only where the control flow cannot be told."""
+    before the launch only if the control flow is unknown."""
 
     def __init__(self, opcode: str, line: int, reason: str = "") -> None:
         detail = f": {reason}" if reason else ""
@@ -36,12 +36,12 @@ class UnsupportedInstruction(PtxError, NotImplementedError):
 
 
 class LaunchError(PtxError, ValueError):
-    """A launch that cannot exist: its shape, its arguments or the target's limits."""
+    """A launch that no GPU accepts: its shape, its arguments or the target's limits."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the kernel a fault happened. source: file:line of the CUDA source, with the chain of
+    """The place of a fault in the kernel. `source`: file:line of the CUDA source, with the chain of
     inlined calls; None without `.loc`."""
 
     kernel: str
@@ -71,9 +71,10 @@ class Thread:
 class SimulatorError(PtxError, RuntimeError):
     """A fault of the kernel found while it ran.
 
-    title: the kind of fault, in words. site: the instruction. thread: the first that shows the
-    fault, None if it has no single one. address: as the instruction saw it, None if no address is
-    involved. count: of faulting lanes, over the whole run where faults are collected.
+    `title`: the kind of fault, in words. `site`: the instruction. `thread`: the first thread that
+    shows the fault, None if it has no single thread. `address`: the address as the instruction saw
+    it, None if no address is involved. `count`: number of faulting lanes, over the whole run where
+    faults are collected.
     """
 
     title: ClassVar[str] = "fault"
@@ -110,7 +111,7 @@ class MisalignedError(SimulatorError, title="misaligned access"):
 class UninitialisedReadError(SimulatorError, title="uninitialised memory"):
     """Bytes read from shared or local memory that nothing had written reached global memory, an
     address, a branch that decides about more than registers, a barrier or the predicate of an
-    instruction with a visible effect. address: of that memory.
+    instruction with a visible effect. `address`: address of that memory.
     """
 
 
@@ -120,21 +121,25 @@ class PendingCopyError(SimulatorError, title="asynchronous copy not waited for")
 
 
 class RaceError(SimulatorError, title="shared-memory race"):
-    """Two threads touch the same shared bytes, one of them writing, and nothing orders them: of two
-    warps, no barrier; of one warp, no `__syncwarp`."""
+    """Two threads touch the same shared bytes, one of them writing, and nothing orders them: no
+    barrier between two warps, or no `__syncwarp` within one warp."""
 
 
 class ProxyError(SimulatorError, title="missing proxy fence"):
     """An agent touches shared memory that a thread has written, and no `fence.proxy.async` stands
-    between the two: the write is in order, but may not be visible to the agent (PTX ISA 9.0, "Async
-    Proxy": accessing the same memory location across multiple proxies needs a cross-proxy fence).
+    between the two. The write is in order, but may not be visible to the agent.
+
+    Source: PTX ISA 9.0, "Async Proxy": accessing the same memory location across multiple proxies
+    needs a cross-proxy fence.
     """
 
 
 class AbsentBlockError(SimulatorError, title="block not there"):
-    """A thread touches shared memory of another block of its cluster when that may not have begun
-    yet, or may have ended (CUDA C++ Programming Guide, "Distributed Shared Memory": all the thread
-    blocks have to exist, and all operations to happen before the exit of a thread block)."""
+    """A thread touches shared memory of another block of its cluster that may not have begun yet,
+    or may have ended.
+
+    Source: CUDA C++ Programming Guide, "Distributed Shared Memory": all the thread blocks have to
+    exist, and all operations have to happen before a thread block exits."""
 
 
 class BarrierError(SimulatorError, title="barrier not reached by all threads"):
@@ -142,8 +147,9 @@ class BarrierError(SimulatorError, title="barrier not reached by all threads"):
 
 
 class BarrierOperandError(BarrierError, title="impossible barrier"):
-    """A barrier whose number, or number of threads, no block has, or to which more threads come at
-    once than it waits for (PTX ISA 9.0, "barrier": operand b is the number that participates)."""
+    """A barrier whose number or thread count no block can have, or at which more threads arrive at
+    once than it waits for (PTX ISA 9.0, "barrier": operand b is the number of participating
+    threads)."""
 
 
 class ClusterBarrierError(BarrierError, title="cluster barrier misused"):
@@ -153,30 +159,36 @@ class ClusterBarrierError(BarrierError, title="cluster barrier misused"):
 
 
 class MbarrierError(SimulatorError, title="mbarrier misused"):
-    """An operation on an mbarrier object that the PTX ISA leaves undefined: before mbarrier.init or
-    after mbarrier.inval, mbarrier.init of a live object, counts out of their range, and bytes that
-    come in another phase than the one that was told to expect them; or another instruction that
-    touches the object (PTX ISA 9.0, "Parallel Synchronization and Communication Instructions:
-    mbarrier")."""
+    """An operation on an mbarrier object that the PTX ISA leaves undefined, or another instruction
+    that touches the object.
+
+    Undefined are: a use before mbarrier.init or after mbarrier.inval; mbarrier.init of a live
+    object; counts out of range; bytes that arrive in another phase than the one that expects them.
+
+    Source: PTX ISA 9.0, "Parallel Synchronization and Communication Instructions: mbarrier"."""
 
 
 class BulkCopyError(SimulatorError, title="impossible bulk copy"):
-    """Operands of a bulk copy that the PTX ISA leaves undefined: addresses, sizes and coordinates
-    that are not aligned, a tensor map that is none, or that a thread loads ("Tensor-map": it is
-    opaque), destinations that the instruction cannot have
-    (PTX ISA 9.0, "cp.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk"); or, of a tensor,
-    that an H200 refuses: rows of a box that begin between two multiples of 16 bytes."""
+    """Operands of a bulk copy that the PTX ISA leaves undefined, or that an H200 refuses.
+
+    Undefined are: unaligned addresses, sizes and coordinates; bytes that are no tensor map; a
+    tensor map that a thread loads ("Tensor-map": it is opaque); destinations that the instruction
+    cannot have. An H200 refuses rows of a box that begin between two multiples of 16 bytes.
+
+    Source: PTX ISA 9.0, "cp.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk"."""
 
 
 class OutlivedError(SimulatorError, title="copy not waited for at the end"):
-    """A block has ended while a bulk copy may still write its shared memory, or read it: none of
-    its threads knows that it is done (CUDA C++ Programming Guide, "Distributed Shared Memory"; PTX
-    ISA 9.0, "cp.async.bulk.wait_group"; of a copy that completes on an mbarrier,
-    "mbarrier.try_wait")."""
+    """A block has ended while a bulk copy may still write or read its shared memory: none of the
+    block's threads knows that the copy is done.
+
+    Sources: CUDA C++ Programming Guide, "Distributed Shared Memory"; PTX ISA 9.0,
+    "cp.async.bulk.wait_group", and "mbarrier.try_wait" for a copy that completes on an mbarrier."""
 
 
 class DeadlockError(SimulatorError, title="deadlock"):
-    """Threads that sleep, and nobody who could wake them. The message tells who waits for what."""
+    """Threads that sleep while no thread or copy can wake them. The message says which threads wait
+    for what."""
 
 
 class MissingLanesError(SimulatorError, title="missing lanes"):
@@ -184,15 +196,15 @@ class MissingLanesError(SimulatorError, title="missing lanes"):
 
 
 class WarpgroupError(SimulatorError, title="warpgroup not together"):
-    """The four warps of a warpgroup do not execute the same `wgmma` or `setmaxnreg` instructions
-    in the same order, or a block has not all four. "All threads in the warpgroup must execute the
-    same" one (PTX ISA 9.0, "wgmma.mma_async", "wgmma.fence", "wgmma.commit_group",
+    """The four warps of a warpgroup do not execute the same `wgmma` or `setmaxnreg` instructions in
+    the same order, or a block lacks one of the four. "All threads in the warpgroup must execute the
+    same" instruction (PTX ISA 9.0, "wgmma.mma_async", "wgmma.fence", "wgmma.commit_group",
     "wgmma.wait_group", "setmaxnreg": .aligned)."""
 
 
 class MatrixDescriptorError(SimulatorError, title="matrix descriptor"):
     """A matrix descriptor of a `wgmma` that describes no matrix (PTX ISA 9.0, "Matrix Descriptor
-    Format"), or differs between the lanes of a warp or the warps of a warpgroup
+    Format"), or that differs between the lanes of a warp or the warps of a warpgroup
     ("wgmma.mma_async")."""
 
 
@@ -225,16 +237,16 @@ class AssertError(SimulatorError, title="assertion failed"):
 
 
 class Lint(SimulatorError, title="lint"):
-    """Something legal that is seldom meant. Collected in `Run.lints`, never raised."""
+    """A legal operation that is seldom intended. Collected in `Run.lints`, never raised."""
 
 
 class ZeroFillLint(Lint, title="filled bytes read as data"):
-    """Bytes of a box that lie outside of its tensor, read by a thread or a `wgmma` as data: TMA has
-    filled them (PTX ISA 9.0, "Tensors: Tiled Mode")."""
+    """Bytes of a box outside its tensor, which TMA has filled, read as data by a thread or a
+    `wgmma` (PTX ISA 9.0, "Tensors: Tiled Mode")."""
 
 
 class NeverReadLint(Lint, title="bytes delivered and never read"):
-    """Bytes that a bulk copy brings to shared memory, and that nobody reads before they are
+    """Bytes that a bulk copy brings to shared memory, and that are not read before they are
     overwritten or the block ends."""
 
 
@@ -244,20 +256,20 @@ class EarlyReleaseLint(Lint, title="released by one warp for others"):
     "wgmma.wait_group": it waits for groups of the executing threads)."""
 
 
-class LeftArrivalsLint(Lint, title="arrivals that nobody waits for"):
-    """Arrivals at a named barrier that no thread has waited for when the block ends: no rule is
+class LeftArrivalsLint(Lint, title="arrivals that no thread waits for"):
+    """Arrivals at a named barrier that no thread has waited for when the block ends. No rule is
     broken, and the barrier ends with the block (PTX ISA 9.0, "barrier": `arrive` is for a `sync` or
     `red` of other threads)."""
 
 
 class OverlappingStoresLint(Lint, title="stores in no order"):
-    """Bulk copies to the same bytes of global memory, one of them issued before anybody has waited
-    for the other: right if they write the same, since either may be last (PTX ISA 9.0,
-    "cp.async.bulk.commit_group": no order between two of them)."""
+    """Bulk copies to the same bytes of global memory, one of them issued before a thread has waited
+    for the other. They are right if they write the same values, since either may be last (PTX ISA
+    9.0, "cp.async.bulk.commit_group": no order between two of them)."""
 
 
 class NotResidentError(SimulatorError, title="block not resident"):
-    """Blocks that wait for one which begins only when one of them has ended."""
+    """Resident blocks that wait for a block which begins only when one of them has ended."""
 
 
 class InstructionLimitError(SimulatorError, title="instruction limit"):

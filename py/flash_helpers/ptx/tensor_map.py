@@ -1,9 +1,10 @@
-"""Tensor maps: what a tensor copy (TMA) knows of a tensor in global memory.
+"""Tensor maps: the description of a tensor in global memory that a tensor copy (TMA) reads.
 
-A kernel gets the address of 128 bytes that cuTensorMapEncodeTiled has written, and only hands it
-to the copy. What those bytes hold is not published, so the simulator has a record of its own;
+A kernel gets the address of 128 bytes that cuTensorMapEncodeTiled has written, and only hands it to
+the copy. The format of those bytes is not published, so the simulator has a record of its own.
+
 `TensorMap` keeps the driver's rules (CUDA Driver API, "Tensor Map Object Management",
-cuTensorMapEncodeTiled), and PTX ISA 9.0, "Tensors", says what a map means.
+cuTensorMapEncodeTiled). PTX ISA 9.0, "Tensors", defines the meaning of a map.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ _RECORD = struct.Struct(f"<8s6B2xQ{_MOST}Q{_MOST - 1}Q{_MOST}H{_MOST}B")
 class TensorMap:
     """A tensor in global memory, and the box of it that one tensor copy moves.
 
-    Dimension 0 is the one whose elements lie side by side. dtype: a key of `ELEMENT_BYTES`.
-    address: of the first element. dims: elements along each of one to five dimensions. box: of
-    them, those that a copy traverses. strides: bytes from one element to the next along each
-    dimension but 0; if left out, those of a tensor without gaps. element_strides: the step from one
-    element of the box that is copied to the next along each dimension; if left out, 1, as it always
-    is of dimension 0. interleave: "none". swizzle: "none", "32B", "64B" or "128B". l2_promotion:
-    "none", "64B", "128B" or "256B", a hint. fill: what lies outside of the tensor is read as,
-    "zeros" or "nan".
+    Dimension 0 is the dimension whose elements lie side by side. `dtype`: a key of `ELEMENT_BYTES`.
+    `address`: address of the first element. `dims`: elements along each of one to five dimensions.
+    `box`: elements along each dimension that a copy traverses. `strides`: bytes from one element to
+    the next along each dimension but 0; by default those of a tensor without gaps.
+    `element_strides`: distance between copied elements of the box along each dimension; 1 by
+    default, and always 1 in dimension 0. `interleave`: "none". `swizzle`: "none", "32B", "64B" or
+    "128B". `l2_promotion`: "none", "64B", "128B" or "256B", a hint. `fill`: value read for elements
+    outside the tensor, "zeros" or "nan".
 
-    Raises ValueError for what cuTensorMapEncodeTiled refuses, and for what is not simulated.
+    Raises ValueError for maps that cuTensorMapEncodeTiled refuses, and for options that are not
+    simulated.
     """
 
     dtype: str
@@ -184,7 +186,7 @@ class TensorMap:
 
     @cached_property
     def box_bytes(self) -> int:
-        """Bytes of shared memory that one copy fills or reads, elements outside of the tensor
+        """Bytes of shared memory that one copy fills or reads, elements outside the tensor
         included."""
         return self.element_bytes * math.prod(self.moved)
 
@@ -221,7 +223,8 @@ class TensorMap:
 
     @classmethod
     def decode(cls, record: bytes) -> TensorMap:
-        """The map that 128 bytes stand for. Raises ValueError for any others."""
+        """The map that 128 bytes stand for. Raises ValueError for bytes that `encode` did not
+        make."""
         if len(record) != TENSOR_MAP_BYTES or not record.startswith(TENSOR_MAP_MAGIC):
             raise ValueError(
                 f"{len(record)} bytes that TensorMap.encode has not made: pass its "

@@ -1,6 +1,6 @@
 """The ampere family: one FlashAttention-2 forward kernel in sixteen steps, on the instructions of
-compute capability 8.0: `mma.sync`, `ldmatrix`, `cp.async`. It is closed: what comes next is another
-family. Standard library only.
+compute capability 8.0: `mma.sync`, `ldmatrix`, `cp.async`. It is closed: later steps belong to
+other families. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element
 
-# How many mma-deep (16) slices of Q, K and V a warp loads into registers at once, from v4 on.
+# Slices of Q, K and V, 16 deep as one mma is, that a warp loads into registers at once, from v4 on.
 FRAGMENT_TILES: Mapping[str, int] = MappingProxyType(
     {"Q_mma_load_K_tiles": 1, "K_mma_load_K_tiles": 1, "V_mma_load_K_tiles": 1}
 )
 
-# The tile shape that pays best on a large GPU, and how it loads its fragments. 32 rows a warp leave
-# no room for Q in registers.
+# The tile shape that pays best on a large GPU, and how it loads its fragments. 32 rows per warp
+# leave no room for Q in registers.
 LARGE_TILE: Mapping[str, Any] = MappingProxyType(
     {"B_r": 128, "B_c": 64, "n_warps": 4, **FRAGMENT_TILES, "mma_double_buffer_loads": True}
 )
@@ -43,10 +43,10 @@ LARGE_TILE_FROM = "v7"  # the first step that takes it
 class FlashForwardKernelConfig(MmaSyncConfig):
     """One kernel of the ampere family.
 
-    B_r, B_c: rows of a Q tile and of a K or V tile. d_head, static_row_stride: elements.
+    `B_r`, `B_c`: rows of a Q tile and of a K or V tile. `d_head`, `static_row_stride`: elements.
     Q/K/V_mma_load_K_tiles: slices of depth 16 loaded into registers at once; 0 is the whole tile
-        (and for Q: loaded once and kept).
-    static_row_stride: distance of two rows of the sequence; 0 is read at run time.
+    (and for Q: loaded once and kept). `static_row_stride`: distance of two rows of the sequence; 0
+    is read at run time.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -78,7 +78,7 @@ class FlashForwardKernelConfig(MmaSyncConfig):
 
     @property
     def folds_scale(self) -> bool:
-        """From v6 on."""
+        """Whether the softmax scale is part of the exponent: from v6 on."""
         return self.optimized_softmax
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""A call as data: all that it takes to run a config on a problem, except for the memory.
+"""A call as data: everything that running a config on a problem needs, except for the memory.
 
 The library, the driver and the simulator run it: they allocate its buffers and add the addresses of
 tensors and buffers (`Launch.bind`). Sweep, bounds and time estimates read it. Standard library
@@ -21,14 +21,15 @@ TENSOR_MAP_BYTES = 128  # of a CUtensorMap: 64-byte aligned up to CUDA 12, since
 
 @dataclass(frozen=True)
 class Kind:
-    """C type of a member. code: as `struct` packs it, in standard sizes. align: bytes."""
+    """C type of a member. `code`: format character of `struct`, in standard sizes. `align`:
+    bytes."""
 
     code: str
     align: int
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return struct.calcsize(f"<{self.code}")
 
 
@@ -42,7 +43,7 @@ TENSOR_MAP = Kind(f"{TENSOR_MAP_BYTES}s", TENSOR_MAP_BYTES)
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a struct and where it stands."""
+    """A member of a struct and its offset."""
 
     name: str
     kind: Kind
@@ -53,7 +54,7 @@ class Member:
 class StructLayout:
     """A C struct by the rules of the x86-64 ABI: each member at the next multiple of its alignment.
 
-    name: in C++. kinds: of the members by name, in order.
+    `name`: the C++ name. `kinds`: types of the members by name, in order.
     """
 
     name: str
@@ -61,7 +62,7 @@ class StructLayout:
 
     @property
     def members(self) -> Iterator[Member]:
-        """In order."""
+        """The members, in order."""
         end = 0
         for name, kind in self.kinds.items():
             offset = -(-end // kind.align) * kind.align
@@ -70,13 +71,13 @@ class StructLayout:
 
     @property
     def size(self) -> int:
-        """Bytes, padding at the end included."""
+        """Size in bytes, padding at the end included."""
         *_, last = self.members
         align = max(kind.align for kind in self.kinds.values())
         return -(-(last.offset + last.kind.size) // align) * align
 
     def offset(self, name: str) -> int:
-        """Return where a member begins, in bytes."""
+        """Return the offset of a member in bytes."""
         return next(member.offset for member in self.members if member.name == name)
 
     def pack(self, values: Mapping[str, tuple[float, ...]]) -> bytes:
@@ -88,7 +89,7 @@ class StructLayout:
         return bytes(data)
 
     def assertions(self) -> str:
-        """Return C++ that does not compile unless its own struct has this layout."""
+        """Return C++ assertions that compile only if the C++ struct has this layout."""
         checks = [f"sizeof({self.name}) == {self.size}"]
         checks += [
             f"offsetof({self.name}, {member.name}) == {member.offset} && "
@@ -102,9 +103,9 @@ class StructLayout:
 class TensorMap:
     """Boxes of a tensor that TMA copies, in the terms of cuTensorMapEncodeTiled (CUDA driver API).
 
-    dims: elements, innermost first. strides: bytes, of all dimensions but the innermost. box:
-    elements of each dimension that one copy takes. swizzle: bytes of the pattern in shared memory,
-    0, 32, 64 or 128. Elements outside of the tensor are read as 0.
+    `dims`: elements, innermost first. `strides`: bytes, of all dimensions but the innermost. `box`:
+    elements of each dimension that one copy takes. `swizzle`: bytes of the pattern in shared
+    memory, 0, 32, 64 or 128. Elements outside of the tensor are read as 0.
     """
 
     tensor: str
@@ -117,9 +118,9 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Address:
-    """A member of the arguments that points into a tensor, or into a buffer of the call.
+    """A member of the arguments that points into a tensor or into a buffer of the call.
 
-    member: its offset in the arguments. offset: into the tensor. Both in bytes.
+    `member`: its offset in the arguments. `offset`: into the tensor. Both in bytes.
     """
 
     member: int
@@ -132,7 +133,8 @@ EncodeTensorMap = Callable[[TensorMap, int], bytes]
 
 
 class Template:
-    """Bytes that are ready but for what depends on where tensors begin, which is filled in fast."""
+    """Bytes that are ready except for the parts that depend on tensors' addresses, which are filled
+    in fast."""
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class Template:
     def fill(self, addresses: Mapping[str, int], encode: EncodeTensorMap | None = None) -> bytes:
         """Return the bytes for memory that begins at these addresses, by name of the tensor.
 
-        encode: needed where there are tensor maps.
+        `encode`: needed where there are tensor maps.
         """
         parts = self._parts.copy()
         parts[1::2] = self._numbers(addresses)
@@ -172,8 +174,8 @@ class Template:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Device memory that the launches of a call share and that no other call touches while they
-    run. zeroed: it is all zeros when the first launch begins."""
+    """Device memory that the launches of a call share. No other call touches it while they run.
+    `zeroed`: it is all zeros when the first launch begins."""
 
     name: str
     bytes: int
@@ -184,10 +186,10 @@ class Buffer:
 class Launch:
     """One launch of a kernel.
 
-    kernel: its name, as the library registers it. grid, cluster: blocks in x, y, z; a cluster
-    divides the grid. block: threads. shared_bytes: dynamic shared memory of a block. arguments: the
-    kernel's one parameter, with zeros where addresses and tensor maps belong. tensor_maps: by their
-    offset in the arguments.
+    `kernel`: the kernel's name, as the library registers it. `grid`, `cluster`: blocks in x, y, z;
+    a cluster divides the grid. `block`: threads. `shared_bytes`: dynamic shared memory per block.
+    `arguments`: the kernel's one parameter, with zeros where addresses and tensor maps belong.
+    `tensor_maps`: tensor maps by their offset in the arguments.
     """
 
     kernel: str
@@ -213,7 +215,7 @@ class Launch:
         """Return the arguments for memory that begins at these addresses, by name of the tensor or
         buffer.
 
-        encode: needed where there are tensor maps.
+        `encode`: needed where there are tensor maps.
         """
         return Template(self.arguments, self.addresses, self.tensor_maps).fill(addresses, encode)
 

@@ -1,4 +1,4 @@
-"""Which kernel computes a problem when nobody names one. Standard library only."""
+"""The choice of a kernel for a problem when the call names none. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def preferred_steps(
     """Return the last step of each family of an operation that runs on a device, the newest family
     first.
 
-    capability: of a GPU, such as (9, 0); None is the CPU, where the families are simulated that
-    need no architecture's own instructions.
+    `capability`: that of a GPU, such as (9, 0). None is the CPU, which simulates the families that
+    need no instructions of a single architecture.
     """
     own = (family for family in families if family.operation is operation)
     runs = [f for f in own if (f.is_portable if capability is None else f.runs_on(capability))]
@@ -31,8 +31,8 @@ def preferred_steps(
 def first_that_takes(problem: Problem, configs: Sequence[Config]) -> Config:
     """Return the first of the configs that supports a problem.
 
-    Raises ValueError if none does, with the refusal of the nearest: the one that lacks the fewest
-    abilities, then the one that takes the smallest problems.
+    Raises ValueError if none does, with the refusal of the nearest: the config that lacks the
+    fewest abilities, then the one that takes the smallest problems.
     """
     for config in configs:
         if not config.refusal(problem):

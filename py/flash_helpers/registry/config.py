@@ -1,8 +1,9 @@
-"""A config: one implementation from a family's step, and all that is fixed when it is compiled.
+"""A config: one implementation from a family's step, with all values that are fixed when it is
+compiled.
 
-A family's config class lists its fields, each once, with `number`, `flag` and `element`; its short
-form, the parser of it, the C++ struct with its initialisers, and JSON follow from these. Standard
-library only.
+A family's config class lists its fields, each once, with `number`, `flag` and `element`; the short
+form, its parser, the C++ struct with its initialisers, and JSON follow from these. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -95,22 +96,22 @@ class Config:
     def call(self, problem: Any, strides: Strides, device: Device) -> Call:
         """Return the launches for tensors of these strides on a device.
 
-        problem: of the family's operation, one that the config takes.
+        `problem`: a problem of the family's operation that the config takes.
         """
 
     @abstractmethod
     def most_runs(self, problem: Any, device: Device) -> int:
-        """Return how often a warp may run each instruction of a kernel, at most: one that runs more
-        never ends."""
+        """Return the most times that a warp may run any one instruction of a kernel: a warp that
+        exceeds this is taken never to end."""
 
     def block(self, kernel: str) -> tuple[int, int]:
-        """Return threads and dynamic shared memory in bytes of one block of a kernel, one of those
-        that the family names."""
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel that the
+        family names."""
         return self.n_threads, self.smem_bytes
 
     def runs_as(self: Own, strides: Strides) -> Own:
         """Return the config whose kernels are launched for tensors of these strides: this one, or
-        one that takes over."""
+        one that replaces it."""
         return self
 
     def own_strides(self, problem: Any) -> dict[str, tuple[int, ...]]:
@@ -127,31 +128,32 @@ class Config:
         return (self,)
 
     def measured(self, size: int) -> Problem:
-        """Return the problem of one size that the config is measured and tuned on, in its dtype."""
+        """Return the problem of a given size on which the config is measured and tuned, in its
+        dtype."""
         operation = self.family.operation
         return operation.measured(size, **self.supports.options).in_dtype(self.dtype)
 
     def counted_on(self, size: int) -> Problem:
-        """Return a small problem of about a size for which this config itself is launched."""
+        """Return a small problem of about a given size for which this config itself is launched."""
         operation = self.family.operation
         return replace(operation.small, **{operation.swept: size}).in_dtype(self.dtype)
 
     @property
     def loop_unit(self) -> tuple[str, int] | None:
-        """The name of the work of one run of a kernel's loop, and the tensor instructions that a
-        warp has in it; None where no tensor instruction tells them."""
+        """The name of the unit of work of a kernel's loop, and a warp's tensor instructions per
+        unit; None for a kernel without tensor instructions."""
         return None
 
     def loop_runs(self, size: int) -> int:
-        """Return how many units a warp works on for a problem of a size.
+        """Return the number of units that a warp works on for a problem of a given size.
 
         Raises NotImplementedError for a config without `loop_unit`.
         """
         raise NotImplementedError(f"{self.short_form()} has no tensor instructions")
 
     def work(self, problem: Any, device: Device) -> float:
-        """Return what the config computes for a problem, idle units included, in a unit of its own:
-        more than is asked for where tiles are not filled."""
+        """Return the work of the config for a problem, in a unit of its own. Idle units count, so
+        partly filled tiles make it more than the problem's own work."""
         return problem.operations
 
     # -- what follows ------------------------------------------------------------------------------
@@ -164,14 +166,15 @@ class Config:
     @property
     def kernels(self) -> Mapping[str, str]:
         """Names of the config's kernels, as the library registers them, by C++ function: the short
-        form, of several kernels with the function behind it."""
+        form; with several kernels, the short form and the function."""
         functions = self.family.kernels
         if len(functions) == 1:
             return dict.fromkeys(functions, self.short_form())
         return {function: f"{self.short_form()}__{function}" for function in functions}
 
     def refusal(self, problem: Problem) -> str:
-        """Return why the config does not take a problem, with the way out; "" if it does."""
+        """Return the reason why the config does not take a problem, with the way out; "" if it
+        does."""
         operation = self.family.operation
         if problem.operation != operation.name:
             return (
@@ -263,7 +266,7 @@ class Config:
 
     @classmethod
     def from_dict(cls: type[Own], values: Mapping[str, Any]) -> Own:
-        """Return the config of these fields. Raises ValueError for a missing or an unknown one."""
+        """Return the config of these fields. Raises ValueError for a missing or unknown field."""
         names = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ValueError(f"config has unknown fields {unknown}: the fields are {sorted(names)}")
@@ -293,7 +296,7 @@ class Config:
         return "\n".join(lines)
 
     def cpp_initializer(self) -> str:
-        """Return the C++ struct's value, by names."""
+        """Return an initialiser of the C++ struct, by member names."""
         values = (f".{f.name} = {_cpp_value(getattr(self, f.name))}" for f in fields(self))
         return "{" + ", ".join(values) + "}"
 
@@ -356,7 +359,7 @@ def differing_fields(a: Config, b: Config) -> list[str]:
 
 
 def difference_text(asked: Config, found: Config) -> str:
-    """Return how `found` differs from what was asked for: "B_c 32 instead of 64"."""
+    """Return the difference of `found` from the config asked for: "B_c 32 instead of 64"."""
     if type(asked) is not type(found):
         return f"of family {found.family.name}, not {asked.family.name}"
     values = asked.to_dict(), found.to_dict()

@@ -1,4 +1,4 @@
-"""All families, and what is asked of all of them together. Standard library only."""
+"""All families, and the lookups that go through all of them. Standard library only."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
     """Return the candidate that differs from `config` in the fewest fields; one of its own family,
     if there is any.
 
-    Among equals, the one of the same dtype, then of the nearest step, then the first in order.
-    Raises ValueError without candidates.
+    Among equals the config of the same dtype wins, then the one of the nearest step, then the first
+    in order. Raises ValueError without candidates.
     """
 
     def distance(other: Config) -> tuple[object, ...]:
@@ -174,7 +174,7 @@ def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
 def fixed_configs(operation: Operation, dtype: str) -> list[Config]:
     """Return every step of an operation at its fixed config, in order, whether it is built or not.
 
-    dtype: short name; families that do not have it are left out.
+    `dtype`: short name; families that do not have it are left out.
     """
     return [
         family.fixed_config(step, Element.from_name(dtype))
@@ -192,12 +192,12 @@ def progression() -> list[Config]:
 
 @cache  # to try all combinations takes half a second
 def sweep() -> tuple[Config, ...]:
-    """Return every possible config that a sweep tries, of every step that has something to tune."""
+    """Return every possible config that a sweep tries, for every step with tunable options."""
     return tuple(config for family in FAMILIES.values() for config in family.sweep())
 
 
 def with_siblings(configs: Iterable[Config]) -> list[Config]:
-    """Return the configs, and those that may take over for them; sorted, unique."""
+    """Return the configs and those that may replace them at a launch; sorted, unique."""
     return sorted({sibling for config in configs for sibling in config.siblings()})
 
 

@@ -30,12 +30,12 @@ CORE, LIBRARY, LAB, LOGBOOK = "core", "library", "lab", "logbook"
 class StepEntry:
     """A step's entry in the registry.
 
-    slug: its idea in a word or two, for names of pages. idea: the same in a line. source: the
-    kernel's file, relative to the root of the repository. sets: options that the step turns on, by
-    name of the config's field. opens: options that it makes tunable, with the values that a sweep
-    tries. traits: facts about the kernel from this step on that its config does not show. parent:
-    id of a step of another family; None stands for the step before it. place: of its page in the
-    course.
+    `slug`: the idea in a word or two, for names of pages. `idea`: the idea in one line. `source`:
+    the kernel's file, relative to the root of the repository. `sets`: options that the step turns
+    on, by name of the config's field. `opens`: options that it makes tunable, with the values that
+    a sweep tries. `traits`: facts about the kernel from this step on that its config does not show.
+    `parent`: id of a step of another family; None stands for the step before it. `place`: the place
+    of its page in the course.
     """
 
     slug: str
@@ -52,11 +52,11 @@ class StepEntry:
 class Step:
     """One step of a family.
 
-    id: such as "v9", which names it everywhere. parent: id of the step that it is one idea from;
-    None for the first of all. fixed: config field to the only value that this step's kernel
-    accepts. tunable: config field to the values that a sweep tries; the kernel accepts any value
-    that the config lets through. options: the fixed config's, d_head and tile shape included.
-    place: of the step's page in the course.
+    `id`: such as "v9", which names it everywhere. `parent`: id of the step that it is one idea
+    from; None for the first step of all. `fixed`: config field to the only value that this step's
+    kernel accepts. `tunable`: config field to the values that a sweep tries; the kernel accepts any
+    value that the config lets through. `options`: the fixed config's, d_head and tile shape
+    included. `place`: the place of the step's page in the course.
     """
 
     id: str
@@ -82,17 +82,18 @@ class Step:
 class Family(Generic[C]):
     """A progression of kernels that share a config class and argument structs.
 
-    prefix: first letter of the steps' ids. rank: families sort by it. base: options of a step that
-    sets nothing. targets: architectures that the kernels are compiled for, such as "80" or "90a",
-    each with machine code. kernels: argument struct of each of a config's kernels, by the name of
-    the C++ function, in the order in which they are first launched. header: the C++ struct of the
-    config class stands there. dtypes: element types that steps are built in. computing: traits with
-    which a step computes other numbers than the step before it, so that fp16 is worth a kernel of
-    its own; None: every step is built in every dtype. closed: no step will be added.
-    simulated_budget: warp instructions of its kernels that one run of the tests may simulate; none
-    for a family that no test simulates. matrix_budget: likewise, of a run of the tests with marker
-    `matrix`. also_built: configs that the library holds beside the progression. successor: a
-    sentence about what became of a short form that a family once had; "" for any other text.
+    `prefix`: first letter of the steps' ids. `rank`: families sort by it. `base`: options of a step
+    that sets nothing. `targets`: architectures that the kernels are compiled for, such as "80" or
+    "90a", each with machine code. `kernels`: argument struct of each kernel of a config, by the
+    name of the C++ function, in the order of their first launch. `header`: the file that defines
+    the C++ struct of the config class. `dtypes`: element types that steps are built in.
+    `computing`: traits with which a step computes other numbers than the step before it, so that
+    fp16 is worth a kernel of its own. With None every step is built in every dtype. `closed`: no
+    step will be added. `simulated_budget`: warp instructions of its kernels that one run of the
+    tests may simulate; none for a family that no test simulates. `matrix_budget`: the same for a
+    run of the tests with marker `matrix`. `also_built`: configs that the library holds beside the
+    progression. `successor`: a sentence about the present name of a short form that a family once
+    had; "" for any other text.
     """
 
     name: str
@@ -120,12 +121,12 @@ class Family(Generic[C]):
         return PurePosixPath(f"src/include/{self.name}_kernels.cuh")
 
     def step_id(self, number: int) -> str:
-        """ "v9" of 9."""
+        """Return the id of a step by its number: "v9" for 9."""
         return f"{self.prefix}{number}"
 
     @cached_property
     def steps(self) -> Mapping[str, Step]:
-        """By id, in order."""
+        """The steps by id, in order."""
         options = dict(self.base)
         tunable: dict[str, tuple[Any, ...]] = {}
         traits: frozenset[str] = frozenset()
@@ -152,12 +153,12 @@ class Family(Generic[C]):
         return MappingProxyType(found)
 
     def fixed_config(self, step: Step, dtype: Element) -> C:
-        """Return the config that the progression shows of a step."""
+        """Return the config with which the progression shows a step."""
         return self.config(step.number, dtype, **step.options)
 
     def dtypes_of(self, step: Step) -> tuple[Element, ...]:
-        """Return the dtypes that a step is built in: all, if it is the first or the last of the
-        family, or computes other numbers than the step before it; else all but fp16."""
+        """Return the dtypes that a step is built in. All dtypes, if it is the first or the last of
+        the family, or computes other numbers than the step before it; else all but fp16."""
         if self.computing is None or step.number in (1, len(self.steps)):
             return self.dtypes
         before = self.steps[self.step_id(step.number - 1)]
@@ -174,7 +175,7 @@ class Family(Generic[C]):
         ]
 
     def sweep(self) -> list[C]:
-        """Return every possible config that a sweep tries, of each step that has a choice."""
+        """Return every possible config that a sweep tries, for each step with tunable options."""
         return sorted(
             config
             for step in self.steps.values()
@@ -198,8 +199,8 @@ class Family(Generic[C]):
         return all(target.isdecimal() for target in self.targets)
 
     def targets_for(self, architectures: Iterable[int]) -> tuple[str, ...]:
-        """Return the targets for a library that is built for architectures such as 90, which
-        includes 90a; none if the family has none of them."""
+        """Return the family's targets in a library for architectures such as 90, which includes
+        90a; none if the family has no such target."""
         if self.is_portable:
             return tuple(map(str, architectures))
         numbers = [str(architecture) for architecture in architectures]
@@ -211,8 +212,8 @@ class Family(Generic[C]):
         return own >= min(self.capabilities) if self.is_portable else own in self.capabilities
 
     def refusal_on(self, name: str, capability: tuple[int, int]) -> str:
-        """Return why the kernels do not run on a GPU of this name and compute capability, with the
-        way out; "" if they do."""
+        """Return the reason why the kernels do not run on a GPU of this name and compute
+        capability, with the way out; "" if they do."""
         if self.runs_on(capability):
             return ""
         lowest = min(self.capabilities)

@@ -1,5 +1,5 @@
-"""The hopper family: attention on the units that compute capability 9.0 alone has, TMA, `wgmma` and
-warps by roles. Standard library only.
+"""The hopper family: attention on the units that only compute capability 9.0 has: TMA, `wgmma`, and
+registers that move between warps by role. Standard library only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CHUNK_BYTES = 16  # TMA: addresses and strides are multiples of it
 BARRIER_BYTES = 256  # of shared memory, for mbarriers
 _MAX_STRIDE = (2**40 - 1) // ELEMENT_BYTES  # of a tensor map, in bytes less than 2^40
 
-NEXT_TILE = "next_tile"  # the buffer of the counter, and of who took which tile
+NEXT_TILE = "next_tile"  # the buffer with the counter and, per tile, the block that took it
 
 # Traits of steps.
 P_IN_REGISTERS = "p_in_registers"  # P does not pass through shared memory
@@ -97,9 +97,9 @@ ARGUMENTS = StructLayout(
 class HopperKernelConfig(Config):
     """One kernel of the hopper family.
 
-    B_r, B_c: rows of a Q tile, 64 for each warpgroup that computes, and of a K or V tile. K_slots,
-    V_slots: tiles of each in shared memory. ping_pong: one warpgroup at a time issues its products.
-    causal: the kernel masks, and takes causal problems alone.
+    `B_r`, `B_c`: rows of a Q tile, 64 for each warpgroup that computes, and of a K or V tile.
+    `K_slots`, `V_slots`: tiles of each in shared memory. `ping_pong`: one warpgroup at a time
+    issues its products. `causal`: the kernel masks, and takes causal problems alone.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -532,7 +532,7 @@ HOPPER = Family(
         StepEntry("late_store", "O is stored beside the next tile's second product", _file(15)),
         StepEntry(
             "no_check",
-            "bf16 has fp32's exponents: sums are looked at once a tile",
+            "bf16 has fp32's exponents: sums are looked at once per tile",
             _file(16),
             traits=frozenset({UNCHECKED}),
         ),

@@ -1,5 +1,5 @@
-"""The common part of families on `mma.sync`, `ldmatrix` and `cp.async`: a thread block has a tile
-of Q and walks all keys; its warps share the rows. Standard library only.
+"""The common part of families on `mma.sync`, `ldmatrix` and `cp.async`: each thread block has a
+tile of Q and walks all keys; its warps share the rows. Standard library only.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ DTYPES = (Element.FP16, Element.BF16)
 
 
 class MmaSyncConfig(Config):
-    """A kernel of such a family; a subclass has these fields, and those of its own.
+    """A kernel of such a family; a subclass adds fields of its own to these.
 
-    B_r, B_c: rows of a Q tile and of a K or V tile. d_head, static_row_stride: elements.
-    static_row_stride: distance of two rows of the sequence; 0 is read at run time.
+    `B_r`, `B_c`: rows of a Q tile and of a K or V tile. `d_head`, `static_row_stride`: elements.
+    `static_row_stride`: distance of two rows of the sequence; 0 is read at run time.
     """
 
     dtype: Element
@@ -108,27 +108,27 @@ class MmaSyncConfig(Config):
 
     @property
     def mma_per_product(self) -> int:
-        """`mma`s of a warp for Q @ K^T of one block of keys, and as many for P @ V."""
+        """Number of `mma` per warp for Q @ K^T of one block of keys; P @ V takes as many."""
         return self.row_tiles * (self.B_c // MMA_N) * (self.d_head // MMA_K)
 
     @property
     def mma_per_key_block(self) -> int:
-        """`mma`s of a warp for one block of keys: both products, and the row sums as one column
-        tile more of P @ V."""
+        """Number of `mma` per warp for one block of keys: both products, and the row sums as one
+        more column tile of P @ V."""
         row_sums = self.row_tiles * (self.B_c // MMA_K) if MMA_ROW_SUM in self.step.traits else 0
         return 2 * self.mma_per_product + row_sums
 
     @property
     def loop_unit(self) -> tuple[str, int]:
-        """A block of keys, and the tensor instructions of a warp for it."""
+        """A block of keys, and the tensor instructions per warp for it."""
         return "block of K and V", self.mma_per_key_block
 
     def loop_runs(self, size: int) -> int:
-        """Return the blocks of so many keys."""
+        """Return the number of blocks of keys."""
         return len(self.key_blocks(size))
 
     def counted_on(self, size: int) -> AttentionForward:
-        """Return a problem of one head, or of as many as have the static row stride."""
+        """Return a problem of one head, or of as many heads as the static row stride needs."""
         return counted_problem(self.supports, size, self.static_row_stride // self.d_head or 1)
 
     def key_blocks(self, len_k: int) -> range:
@@ -137,11 +137,12 @@ class MmaSyncConfig(Config):
         return blocks[::-1] if KEYS_BACKWARDS in self.step.traits else blocks
 
     def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
-        """Return the blocks of keys that the warp of a query takes: all."""
+        """Return the blocks of keys that the warp of a query takes: all of them."""
         return self.key_blocks(problem.len_k)
 
     def first_keys(self, problem: AttentionForward, query: int) -> int:
-        """Return how many keys of the first block the warp of a query multiplies with: all."""
+        """Return the number of keys of the first block that the warp of a query multiplies with:
+        all of them."""
         return self.B_c
 
     @property
@@ -171,15 +172,15 @@ class MmaSyncConfig(Config):
         return self if rows == {self.static_row_stride} else self.general()
 
     def own_strides(self, problem: AttentionForward) -> dict[str, tuple[int, ...]]:
-        """Return strides with the static row stride, where there is one: heads of a wider
+        """Return strides with the static row stride, if there is one: those of heads in a wider
         tensor."""
         row = self.static_row_stride or problem.row_stride
         own = (problem.len_q * row, row, problem.d_head, 1)
         return dict.fromkeys("qkvo", _of_sizes(own, problem.shape))
 
     def call(self, problem: AttentionForward, strides: Strides, device: Device) -> Call:
-        """Return a block for each tile of queries, head and batch; several launches for more
-        batches than a grid has along z."""
+        """Return launches with one block per tile of queries, head and batch; several launches if
+        the batches exceed the z dimension of a grid."""
         values: dict[str, tuple[float, ...]] = {"seq_len": (problem.len_q,)}
         values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
         arguments = ARGUMENTS.pack(values)
@@ -215,7 +216,7 @@ class MmaSyncConfig(Config):
         return problem.batch * problem.heads * problem.len_q * problem.len_k
 
     def most_runs(self, problem: AttentionForward, device: Device) -> int:
-        """Return RUNS_PER_TILE for each block of keys, and for what is before and behind them."""
+        """Return RUNS_PER_TILE for each block of keys, and for the code before and behind them."""
         return RUNS_PER_TILE * (len(self.key_blocks(problem.len_k)) + 2)
 
     def check(self) -> None:
@@ -259,8 +260,8 @@ class MmaSyncConfig(Config):
         if accumulators >= gpu.MAX_REGISTERS:
             raise ValueError(
                 f"B_r {B_r}, B_c {B_c} and n_warps {n_warps} need {accumulators} accumulator "
-                f"registers a thread for S and O, but a thread has {gpu.MAX_REGISTERS}: lower B_r "
-                "or B_c, or raise n_warps"
+                f"registers per thread for S and O, but a thread has {gpu.MAX_REGISTERS}: lower "
+                "B_r or B_c, or raise n_warps"
             )
 
     def _check_row_stride(self) -> None:

@@ -1,4 +1,4 @@
-"""An operation: all that problems of one kind have in common. Standard library only."""
+"""An operation: everything that problems of one kind have in common. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flash_helpers.registry.problem import Problem
 
 @dataclass(frozen=True)
 class Metric:
-    """Speed of a problem. unit: of the speed. quantity: property of the problem that is counted per
-    second. scale: what the unit counts it in."""
+    """Speed of a problem. `unit`: unit of the speed. `quantity`: property of the problem that is
+    counted per second. `scale`: size of the unit, such as 1e12 for TFLOP/s."""
 
     unit: str
     quantity: str
@@ -31,25 +31,28 @@ GBPS = Metric("GB/s", "bytes", 1e9)
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation and where its parts are.
+    """An operation and the places of its parts.
 
-    name: of its folder in flash_helpers.operations. title: a noun phrase for readers. small, usual:
-    problems that its kernels are checked on, the first in the simulator. debugged: the problem that
-    debug.py looks into. swept: field of the problem that benchmarks and plots vary. measured: the
-    problem that is measured at one of its values; measured_at: the usual values. distributions:
-    kinds of inputs, by name, in words. libraries: what kernels are measured beside, by name, in
-    words; the first is 100%. ceiling: the one of them that moves the same bytes and computes
-    nothing, so that its output is not compared; "" if there is none. short_names: of libraries, for
-    tables. metric: of speed. families: its families, in their order, as "module:name" in
-    flash_helpers.registry. simulated_ns: time of one floating-point operation in the simulator on
-    one core, in nanoseconds, for estimates.
+    `name`: name of its folder in flash_helpers.operations. `title`: a noun phrase for readers.
+    `small`, `usual`: problems that its kernels are checked on, the small one in the simulator.
+    `debugged`: the problem that debug.py looks into. `swept`: field of the problem that benchmarks
+    and plots vary. `measured`: returns the problem that is measured at one value of that field.
+    `measured_at`: the usual values.
 
-    Modules of its folder that are imported when they are used (`part`):
-      inputs     draw(distribution, problem, device, seed) -> tensors by name
-      reference  reference(problem, tensors) -> flash_helpers.check.errors.Reference
-      baselines  run(library, problem, tensors) -> outputs by name; packages
-      faults     FAULTS: planted mistakes by name; problem_of(config): where they show
-      trace      optional: what a kernel holds inside, beside the right values
+    `distributions`: kinds of inputs, by name, in words. `libraries`: libraries that kernels are
+    measured beside, by name, in words; the first is 100%. `ceiling`: the library that moves the
+    same bytes and computes nothing, so that its output is not compared; "" if there is none.
+    `short_names`: short names of libraries, for tables. `metric`: the metric of speed. `families`:
+    its families, in their order, as "module:name" in flash_helpers.registry. `simulated_ns`: time
+    of one floating-point operation in the simulator on one core, in nanoseconds, for estimates.
+
+    The folder has these modules, which `part` imports when they are used:
+
+    - inputs: draw(distribution, problem, device, seed) -> tensors by name
+    - reference: reference(problem, tensors) -> flash_helpers.check.errors.Reference
+    - baselines: run(library, problem, tensors) -> outputs by name; packages
+    - faults: FAULTS, planted mistakes by name; problem_of(config), where they show
+    - trace, optional: the values inside a kernel, beside the right values
     """
 
     name: str
@@ -107,5 +110,5 @@ class Operation:
         return importlib.import_module(f"flash_helpers.operations.{self.name}.{module}")
 
     def simulated_seconds(self, problem: Problem) -> float:
-        """Return about how long the simulator takes for a problem, on one core."""
+        """Return an estimate of the seconds that the simulator takes for a problem on one core."""
         return problem.operations * self.simulated_ns * 1e-9

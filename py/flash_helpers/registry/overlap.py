@@ -1,5 +1,5 @@
-"""The overlap family: v16 at the large tile, and what its instructions can still be overlapped
-with: softmax and copies with `mma.sync`. Standard library only.
+"""The overlap family: v16 at the large tile, then steps that overlap its softmax and its copies
+with `mma.sync`. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from flash_helpers.registry.problem import Element
 class OverlapKernelConfig(MmaSyncConfig):
     """One kernel of the overlap family.
 
-    B_r, B_c: rows of a Q tile and of a K or V tile. d_head, static_row_stride: elements.
-    static_row_stride: distance of two rows of the sequence; 0 is read at run time.
+    `B_r`, `B_c`: rows of a Q tile and of a K or V tile. `d_head`, `static_row_stride`: elements.
+    `static_row_stride`: distance of two rows of the sequence; 0 is read at run time.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -119,7 +119,7 @@ OVERLAP = Family(
         ),
         StepEntry(
             "two_buffers",
-            "two buffers each for K and V, one barrier a block",
+            "two buffers each for K and V, one barrier per block",
             _file(3),
             traits=frozenset({TWO_BUFFERS}),
         ),

@@ -1,6 +1,6 @@
-"""The base of all problems: what an operation computes on which tensors, without a kernel in mind.
+"""The base of all problems: an operation and its tensors, independent of any kernel.
 
-A problem knows its tensors, what it costs at least, and nothing of how it is computed. Inputs,
+A problem knows its tensors and its least cost, and nothing of how it is computed. Inputs,
 references and error bounds are in the operation's folder. Standard library only.
 """
 
@@ -80,7 +80,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a problem. shape: elements. axes: names of the dimensions, in their order."""
+    """A tensor of a problem. `shape`: elements. `axes`: names of the dimensions, in their order."""
 
     name: str
     shape: tuple[int, ...]
@@ -117,8 +117,8 @@ Strides = Mapping[str, tuple[int, ...]]
 def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
     """Return a field that the command line has an option for.
 
-    text: help of the option. flag: `name` of the option if it is not the field's; `metavar`;
-    `title`: the field in words, if these are not the option's name.
+    `text`: help of the option. `flag`: `name` of the option if it is not the field's; `metavar`;
+    `title`: the field in words, if they differ from the option's name.
     """
     return field(default=default, metadata={"help": text, **flag})
 
@@ -126,9 +126,9 @@ def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
 class Problem:
     """A frozen dataclass of one operation: sizes, element types and options.
 
-    operation: name of its folder. axes: dimensions of each tensor that a call may pass, by name, in
-    the order in which calls take them. optional: names of outputs that are computed only if a call
-    passes them.
+    `operation`: name of the operation's folder. `axes`: dimensions of each tensor that a call may
+    pass, by name, in the order in which calls take them. `optional`: names of outputs that are
+    computed only if a call passes them.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # each subclass is a dataclass
@@ -139,9 +139,10 @@ class Problem:
 
     @classmethod
     def together(cls, problems: Iterable[Any], swept: str) -> str:
-        """Return the problems of one class in words, each other field beside its sizes.
+        """Return the problems of one class in words, with the values of the other fields at each
+        size.
 
-        swept: the field that is the size.
+        `swept`: the field that is the size.
         """
         ordered = sorted(dict.fromkeys(problems), key=lambda problem: getattr(problem, swept))
         names = sorted(f.name for f in fields(cls) if f.name not in ("dtype", swept))
@@ -153,7 +154,7 @@ class Problem:
 
     @classmethod
     def names(cls, count: int) -> tuple[str, ...]:
-        """Return the names of so many tensors of a call: all, or all but the optional ones.
+        """Return the names of `count` tensors of a call: all of them, or all but the optional ones.
 
         Raises ValueError for another number.
         """
@@ -187,9 +188,9 @@ class Problem:
     ) -> Own:
         """Return the problem that tensors of these shapes pose.
 
-        shapes: of the tensors given, each with as many dimensions as `axes` has names; an output
-        that is given is asked for. dtype: of the first. options: fields that no shape tells.
-        Raises ValueError for shapes that do not fit together or are empty.
+        `shapes`: shapes of the tensors given, each with as many dimensions as `axes` has names; an
+        output that is given is computed. `dtype`: dtype of the first tensor. `options`: fields that
+        no shape tells. Raises ValueError for shapes that do not fit together or are empty.
         """
 
     @property
@@ -204,7 +205,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Bytes moved at least: each input read once, each output written once."""
+        """Least bytes moved: each input read once, each output written once."""
         return sum(tensor.bytes for tensor in (*self.inputs, *self.outputs))
 
     def tensor(self, name: str) -> Tensor:
@@ -248,7 +249,7 @@ class Problem:
         return cls(**{name: _read(known[name], value) for name, value in values.items()})
 
 
-# What JSON has for a field, by its annotation, which is a text.
+# JSON types of a field, by its annotation, which is a text.
 _IN_JSON: Mapping[str, tuple[type, ...]] = {
     "Element": (str,),
     "bool": (bool,),
@@ -259,7 +260,7 @@ _IN_JSON: Mapping[str, tuple[type, ...]] = {
 
 
 def _read(field: Field[Any], value: Any) -> Any:
-    """Return a field's value of what JSON has. Raises ValueError for another type."""
+    """Return a field's value from its JSON value. Raises ValueError for another type."""
     kind = str(field.type)
     fits = isinstance(value, _IN_JSON[kind]) and (kind == "bool" or not isinstance(value, bool))
     if not fits:

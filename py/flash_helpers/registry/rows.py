@@ -1,4 +1,4 @@
-"""The softmax family of operation `rows`: a thread block has a row. Standard library only."""
+"""The softmax family of operation `rows`: each thread block has one row. Standard library only."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SoftmaxKernelConfig(Config):
 
     @property
     def pass_elements(self) -> int:
-        """Elements of a row that the block takes at once: of s3 those in registers."""
+        """Elements of a row that the block takes at once; in s3 those in registers."""
         if VECTOR_LOADS not in self.step.traits:
             return self.n_threads
         return self.n_threads * max(1, self.chunks) * CHUNK_BYTES // self.dtype.bytes
@@ -105,12 +105,12 @@ class SoftmaxKernelConfig(Config):
             most = (available - OTHER_REGISTERS) // CHUNK_REGISTERS
             raise ValueError(
                 f"chunks {chunks} with n_warps {n_warps} need "
-                f"{chunks * CHUNK_REGISTERS + OTHER_REGISTERS} registers a thread, of which there "
-                f"are {available}: choose chunks {most}, or fewer warps"
+                f"{chunks * CHUNK_REGISTERS + OTHER_REGISTERS} registers per thread, of which "
+                f"there are {available}: choose chunks {most}, or fewer warps"
             )
 
     def call(self, problem: Rows, strides: Strides, device: Device) -> Call:
-        """Return one launch of a block for each row."""
+        """Return one launch with one block per row."""
         values: dict[str, tuple[float, ...]] = {
             "x_stride": strides["x"][:1],
             "y_stride": strides["y"][:1],
@@ -129,8 +129,8 @@ class SoftmaxKernelConfig(Config):
         return Call((launch,))
 
     def most_runs(self, problem: Rows, device: Device) -> int:
-        """Return the passes of a loop over one element of each thread, and as many again for what
-        nvcc unrolls."""
+        """Return the passes of a loop that handles one element per thread, and as many again for
+        loops that nvcc unrolls."""
         return 2 * (-(-problem.width // self.n_threads) + 8)
 
 

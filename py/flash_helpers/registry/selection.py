@@ -1,4 +1,4 @@
-"""Which kernels a command line means: steps, families and configs by their names.
+"""Selection of kernels on a command line: steps, families and configs by their names.
 
 Standard library only.
 """
@@ -50,7 +50,7 @@ def add_kernel_arguments(
     default: str = "the fixed config of every step",
     dtype: str = ALL,
 ) -> None:
-    """Add `--kernel` and `--dtype`. default: what is chosen without `--kernel`, in words."""
+    """Add `--kernel` and `--dtype`. `default`: what is chosen without `--kernel`, in words."""
     parser.add_argument(
         "--kernel",
         nargs="+",
@@ -71,7 +71,7 @@ def parse_dtypes(name: str) -> tuple[Element, ...]:
 def find_steps(selector: str) -> list[Step] | None:
     """Return the steps that a selector names, in order; None if it has no form of STEP_NAMES.
 
-    Raises UsageError for a step that does not exist, or a range that is none.
+    Raises UsageError for a step that does not exist, or for an invalid range.
     """
     if selector == ALL:
         return list(STEPS.values())
@@ -122,7 +122,7 @@ def _nearest_text(name: str) -> str:
 def parse_steps(selectors: Iterable[str]) -> list[Step]:
     """Return the steps that the selectors name, in the registry's order, each once.
 
-    Raises UsageError for what is none of STEP_NAMES.
+    Raises UsageError for a selector that has no form of STEP_NAMES.
     """
     found: set[str] = set()
     for selector in selectors:
@@ -159,7 +159,8 @@ def built_config(built: Sequence[Config], selector: str) -> Config:
 def _configs_of_steps(
     built: Sequence[Config], selector: str, steps: Iterable[Step], dtype: Element | None = None
 ) -> dict[str, list[Config]]:
-    """Return the built configs of each step, by its id. dtype: of all of them; any by default."""
+    """Return the built configs of each step, by its id. `dtype`: dtype of the configs; any by
+    default."""
     steps = list(steps)
     of_step = {
         step.id: [c for c in built if c.step.id == step.id and dtype in (None, c.dtype)]
@@ -193,11 +194,11 @@ def select_kernels(
     problems: Mapping[str, Problem] = MappingProxyType({}),
 ) -> list[Config]:
     """Return the built configs that the selectors name (see KERNEL_NAMES), of the given dtypes,
-    sorted; of a step all of them.
+    sorted. A step stands for all of its built configs.
 
-    built: the configs of the library. problems: by operation; of a step whose configs are made for
-        different problems, such as causal ones, only those made for such a problem.
-    default: configs taken without any selector; those that are not built are left out.
+    `built`: the configs of the library. `problems`: by operation; of a step whose configs are made
+    for different problems, such as causal ones, only those made for such a problem. `default`:
+    configs taken without any selector; those that are not built are left out.
 
     Raises UsageError if a selector names nothing that is built, or if no config is left.
     """
@@ -226,8 +227,8 @@ def select_kernels(
 
 
 def _made_for(problem: Problem | None, configs: Sequence[Config]) -> Sequence[Config]:
-    """Return those of a step's configs that lack nothing that a problem asks for; all if none
-    does."""
+    """Return the configs of a step that have every ability that a problem needs; all configs if
+    none has."""
     if problem is None:
         return configs
     return [config for config in configs if not config.supports.lacking(problem)] or configs
@@ -238,10 +239,11 @@ def chosen_kernels(
     built: Sequence[Config],
     problems: Mapping[str, Problem] = MappingProxyType({}),
 ) -> list[Config]:
-    """`select_kernels` for what `add_kernel_arguments` read, by default the progression.
+    """Return `select_kernels` of the arguments of `add_kernel_arguments`, by default the
+    progression.
 
-    problems: by operation; without `--kernel` only configs of these operations are taken, in the
-    variants that are made for the problem.
+    `problems`: problems by operation. Without `--kernel` only configs of these operations are
+    taken, in the variants that are made for the problem.
     """
     progression = get_kernel_progression_configs()
     if problems:
@@ -263,11 +265,11 @@ def choose_kernels(
     wanted: Wanted = None,
 ) -> list[Config]:
     """Return one config of each step that the selectors name (see KERNEL_NAMES), in the order asked
-    for, each once; a short form means itself.
+    for, each once. A short form selects itself.
 
-    wanted: which config of a step: the one nearest to a config; the one that has the values of
-        some fields, the fixed one if there are several; None: the fixed one, or the first that is
-        built.
+    `wanted`: which config of a step: the one nearest to a config; the one that has the values of
+    some fields, the fixed one if there are several; None: the fixed one, or the first that is
+    built.
 
     Raises UsageError if a selector names nothing that is built, or no config has the values.
     """
@@ -303,8 +305,8 @@ def _choose(candidates: Sequence[Config], wanted: Wanted) -> Config:
 
 
 def variant_for(config: Config, problem: Problem) -> Config:
-    """Return the config of the same step and tile that lacks nothing that a problem asks for, such
-    as the causal one; the config itself where there is none."""
+    """Return the config of the same step and tile that has every ability that a problem needs, such
+    as the causal one; the config itself if there is none."""
     found = (c for c in config.variants() if not c.supports.lacking(problem))
     return next(found, config)
 
@@ -335,7 +337,8 @@ def parse_config_option(words: Sequence[str]) -> Config | dict[str, Any]:
 
 
 def names_of(configs: Sequence[Config]) -> list[str]:
-    """Return a short name for each kernel: its step, and its difference from others of the step."""
+    """Return a short name for each kernel: its step, and its difference from other kernels of the
+    step."""
     names = []
     for config in configs:
         same = [other for other in configs if other.step is config.step]
@@ -358,14 +361,15 @@ def _field_text(config: Config, name: str) -> str:
 
 
 def first_refusal(config: Config, problems: Iterable[Problem]) -> str:
-    """Return why a config does not take one of the problems in its dtype; "" if it takes all."""
+    """Return the reason why a config does not take one of the problems in its dtype; "" if it takes
+    all."""
     refusals = (config.refusal(problem.in_dtype(config.dtype)) for problem in problems)
     return next(filter(None, refusals), "")
 
 
 def require_taken(configs: Iterable[Config], *problems: Problem) -> None:
-    """Raise UsageError, with the way out of the first, unless a config takes all of the problems in
-    its dtype."""
+    """Raise UsageError unless a config takes all of the problems in its dtype. The message has the
+    way out for the first refusal."""
     reasons = [first_refusal(config, problems) for config in configs]
     if all(reasons):
         raise UsageError(reasons[0])
@@ -384,8 +388,8 @@ def require_supported(configs: Iterable[Config], problem: Problem) -> None:
 def add_problem_options(parser: argparse._ActionsContainer, *names: str) -> None:
     """Add an option for each field of the operations' problems that has a help text.
 
-    parser: or a group of one. names: of the fields, all by default. An option that is not given is
-    None.
+    `parser`: a parser or an argument group. `names`: names of the fields, all by default. An option
+    that is not given is None.
     """
     for name, (field, operations) in _problem_fields().items():
         if names and name not in names:
@@ -415,8 +419,8 @@ def _option_name(field: Field[Any]) -> str:
 
 
 def asked_problem(arguments: argparse.Namespace, base: Problem) -> Problem:
-    """Return a problem with the sizes of `base` and the options that the command line has; sizes
-    that follow from others follow.
+    """Return a problem with the sizes of `base` and the options of the command line. Sizes that
+    depend on other sizes are computed anew.
 
     Raises ValueError as the problem's class does.
     """
@@ -428,7 +432,7 @@ def asked_problem(arguments: argparse.Namespace, base: Problem) -> Problem:
 
 
 def require_options_of(arguments: argparse.Namespace, operations: Iterable[str]) -> None:
-    """Raise UsageError for a problem's option that none of these operations has."""
+    """Raise UsageError for an option of a problem that none of these operations has."""
     operations = set(operations)
     for name, (field, having) in _problem_fields().items():
         if getattr(arguments, name, None) is not None and not operations & {*having}:

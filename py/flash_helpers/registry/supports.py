@@ -1,5 +1,5 @@
-"""A kernel's declaration of the problems that it takes: refusals, tests' corners and the docs'
-table follow. Each operation has its own class. Standard library only.
+"""A kernel's declaration of the problems that it takes. Refusals, the tests' corner cases and the
+table of the docs follow from it. Each operation has its own class. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from flash_helpers.registry.problem import Tensor
 
 
 class Supports(Protocol):
-    """The problems of one operation that a kernel takes. The problems passed to its methods are of
-    that operation."""
+    """The problems of one operation that a kernel takes. Its methods take problems of that
+    operation only."""
 
     @property
     def alignment(self) -> int:
-        """Bytes that the address of each tensor is a multiple of; a power of two."""
+        """Alignment of each tensor's address in bytes, a power of two."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -24,24 +24,25 @@ class Supports(Protocol):
 
     @property
     def smallest(self) -> int:
-        """Size of the smallest problem, to compare kernels of one operation by."""
+        """Size of the smallest problem, by which kernels of one operation are compared."""
 
     def lacking(self, problem: Any) -> dict[str, tuple[str, str]]:
-        """Return what a problem asks for and the kernel has not, by name: the values in words, and
-        the way out."""
+        """Return the abilities that a problem needs and the kernel lacks, by name: the values in
+        words, and the way out."""
 
     def refusal(self, problem: Any, kernel: str) -> str:
-        """Return why the kernel does not take a problem, with the way out; "" if it does.
+        """Return the reason why the kernel does not take a problem, with the way out; "" if it
+        does.
 
-        kernel: how the text names it.
+        `kernel`: the kernel's name in the text.
         """
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
-        """Return why a tensor cannot have these strides (elements, 0 along a dimension of size 1),
-        with the way out; "" if it can."""
+        """Return the reason why a tensor cannot have these strides (elements, 0 along a dimension
+        of size 1), with the way out; "" if it can."""
 
     def described(self) -> dict[str, str]:
-        """Return what is taken, in words: quantities by name."""
+        """Return the accepted problems in words: quantities by name."""
 
     def corners(self) -> Iterator[Any]:
         """Yield small problems at the edges of the declaration."""

@@ -1,7 +1,8 @@
 """The order in which persistent thread blocks take tiles of queries. Standard library only.
 
-A tile is B_r queries of one head; tiles that the blocks of a cluster take together count as one.
-The kernels compute the same order (`tile_index` and `take_tile` in src/include/sm90/arguments.cuh).
+A tile is B_r queries of one head; the tiles that the blocks of a cluster take together count as
+one. The kernels compute the same order (`tile_index` and `take_tile` in
+src/include/sm90/arguments.cuh).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
 class TileOrder:
     """The tiles of a problem, and which thread block of a device takes which.
 
-    B_r: queries of a tile. sms: streaming multiprocessors of the device. persistent: a block takes
-    one tile after the other. cluster: blocks of a cluster. pairs_heads: the blocks of a cluster
-    take the same rows of as many heads, where these share K and V. causal: tiles differ in length,
-    the longest come first. dynamic: causal tiles may come from a counter.
+    `B_r`: queries per tile. `sms`: streaming multiprocessors of the device. `persistent`: each
+    block takes one tile after the other. `cluster`: blocks per cluster. `pairs_heads`: the blocks
+    of a cluster take the same rows of as many heads, where these share K and V. `causal`: tiles
+    differ in length, and the longest come first. `dynamic`: causal tiles may come from a counter.
     """
 
     problem: AttentionForward
@@ -69,9 +70,9 @@ class TileOrder:
 
     @property
     def counts(self) -> bool:
-        """Whether blocks take the tiles behind their first from a counter. Where no block has a
-        third tile the counter decides nothing, since a block takes its second tile when it begins
-        with its first."""
+        """Whether blocks take the tiles after their first from a counter. Where no block has a
+        third tile the counter decides nothing: a block takes its second tile when it begins with
+        its first."""
         is_long = -(-self.problem.len_q // self.B_r) >= COUNTED_FROM and not self._has_two_tiles
         return self.dynamic and self.causal and is_long
 
@@ -84,10 +85,10 @@ class TileOrder:
     def head_group(self) -> int:
         """Heads whose causal tiles are taken together, longest first.
 
-        With a counter, as many heads as have a tile for each cluster at a time: the fewer K and V
-        are in use, the less is fetched. Without one, all heads if clusters have two tiles at most;
-        else what was measured to be fastest: a quarter of the former for short sequences, twice as
-        many for long ones.
+        With a counter, a group has enough heads to give each running cluster one tile: the fewer K
+        and V are in use, the less is fetched. Without a counter, all heads form one group if
+        clusters have two tiles at most. Otherwise the measured fastest size is used: a quarter of
+        the former for short sequences, twice as many heads for long ones.
         """
         if self.counts:
             return max(1, self.at_a_time // self.q_tiles)
@@ -99,11 +100,11 @@ class TileOrder:
 
     @property
     def last_heads(self) -> int:
-        """Heads of the last group. Without a counter, those that are left.
+        """Heads of the last group. Without a counter, the heads that are left.
 
-        With one, so many that each block takes several of their tiles. A block takes its next tile
-        when it begins with one: a block that has taken a long tile last ends up to two tiles behind
-        the others, and the more heads the last group has, the shorter are its last tiles.
+        With a counter, the group is so large that each block takes several of its tiles. A block
+        takes its next tile when it begins with one: a block whose last tile is long ends up to two
+        tiles behind the others. The more heads the last group has, the shorter its last tiles are.
         """
         if not self.counts:
             return (self.heads - 1) % self.head_group + 1
@@ -112,8 +113,8 @@ class TileOrder:
 
     @property
     def computed_tiles(self) -> int:
-        """Tiles of B_r queries, idle blocks included: where blocks stay and tiles are alike, as
-        many per block as the busiest block has, which the others wait for."""
+        """Tiles of B_r queries, idle blocks included. Where blocks are persistent and tiles are
+        alike, every block counts as many tiles as the busiest one, for which the others wait."""
         tiles = self.cluster * self.n_tiles
         if self.persistent and not self.causal:
             at_a_time = self.at_a_time * self.cluster
@@ -121,9 +122,9 @@ class TileOrder:
         return tiles
 
     def tiles(self) -> tuple[tuple[int, int], ...]:
-        """Return head, of all batches, and block of rows of each block's tile, in the order of the
-        tiles' numbers. The tiles of a cluster follow one another; the last one of a head may have
-        no rows."""
+        """Return the head (counted over all batches) and the block of rows of each block's tile, in
+        the order of the tiles' numbers. The tiles of a cluster follow one another; the last tile of
+        a head may have no rows."""
         together, q_tiles, heads = self.cluster_heads, self.q_tiles, self.heads
         group = self.head_group if self.causal else 1
         before = heads - (self.last_heads if self.causal else 0)

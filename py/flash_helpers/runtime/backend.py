@@ -17,7 +17,7 @@ DEVICE_CHOICES = ("auto", "cuda", "cpu")
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings about a kernel that ran to its end, in words: faults, and lints, which are legal and
+    """Findings about a kernel that ran to its end, in words: faults, and lints, which are legal but
     suspicious."""
 
     faults: tuple[str, ...] = ()
@@ -37,11 +37,10 @@ class KernelsNotRun(RuntimeError):
 
 @dataclass(frozen=True)
 class Backend:
-    """A device, the function that runs configs on it, and the configs there are.
+    """A device, the function that runs configs on it, and the configs that are built.
 
-    description: the device in words. execute: runs a config. library: compiler and targets of the
-    kernels, in words.
-    is_simulator: the kernels' PTX is simulated.
+    `description`: the device in words. `execute`: runs a config. `library`: compiler and targets of
+    the kernels, in words. `is_simulator`: the kernels' PTX is simulated.
     """
 
     device: torch.device
@@ -62,7 +61,7 @@ class Backend:
 def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
     """Return the backend of one of DEVICE_CHOICES; auto is a GPU, or the simulator without one.
 
-    keep_going: the simulator collects the faults of a kernel; otherwise it raises the first.
+    `keep_going`: the simulator collects the faults of a kernel; otherwise it raises the first.
 
     Raises KernelsNotRun, with one line saying why, if the kernels cannot run there.
     """

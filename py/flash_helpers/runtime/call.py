@@ -32,12 +32,13 @@ class Plan:
     """The launches for tensors of some layouts that have passed the checks, wherever they begin in
     memory.
 
-    config: the one whose kernels run. names: of the tensors that the call takes, in the order of
-    `Problem.axes`. outputs: number of each output among them, and a function of the first tensor
-    that allocates it. device: the CUDA device's number; None on the CPU, where there are no
-    launchers either. alignment: bytes that tensors begin at multiples of. span_bytes: of each
-    tensor, from the first byte to the last. options: of the problem. quick: does in one step what
-    `_checked` and `run` do, if it finds that all is as it was; None where that is not possible.
+    `config`: the one whose kernels run. `names`: names of the tensors that the call takes, in the
+    order of `Problem.axes`. `outputs`: number of each output among them, and a function of the
+    first tensor that allocates it. `device`: the CUDA device's number; None on the CPU, where there
+    are no launchers either. `alignment`: bytes; every tensor begins at a multiple of it.
+    `span_bytes`: bytes from the first to the last byte of each tensor. `options`: options of the
+    problem. `quick`: does the work of `_checked` and `run` in one step if layouts and device are
+    unchanged; None where that is not possible.
     """
 
     config: Config
@@ -60,7 +61,8 @@ class Plan:
         return found
 
     def run(self, addresses: dict[str, int]) -> None:
-        """Launch on the device's current stream, without waiting. addresses: of the tensors."""
+        """Launch on the device's current stream, without waiting. `addresses`: addresses of the
+        tensors."""
         assert self.device is not None
         # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
         addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
@@ -77,7 +79,7 @@ class Plan:
 
 
 class ReadyCall(NamedTuple):
-    """A plan and tensors for it, by name, and where they begin. Running it checks nothing."""
+    """A plan, its tensors by name, and their addresses. Running it checks nothing."""
 
     plan: Plan
     tensors: Mapping[str, torch.Tensor]
@@ -147,7 +149,8 @@ def _allocator(tensor: Tensor, first: torch.Tensor) -> Callable[[torch.Tensor], 
 
 
 def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[str, Any]) -> Plan:
-    """Raises as `prepare` does, where the addresses of the tensors do not matter."""
+    """Return the plan of a call. Raises as `prepare` does for faults that do not depend on
+    addresses."""
     problem = tensors.check_problem(config, given, **options)
     first = next(iter(given.values()))
     gpu = tensors.device_for(config.family, first.device)
@@ -201,7 +204,8 @@ def _resolve(asked: Asked, _: object) -> Config:
 def _checked(
     kind: type[Problem], asked: Asked, given: Given, choose: Choose
 ) -> tuple[Plan, dict[str, torch.Tensor], dict[str, int]]:
-    """Return the plan for these tensors; they and the outputs, and where they begin, by name."""
+    """Return the plan for these tensors, the tensors with their outputs, and their addresses, by
+    name."""
     layouts: tuple[Any, ...] = (kind, asked)
     for x in given:
         layouts += (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)
@@ -235,11 +239,11 @@ def _checked(
 def prepare(cfg: Config | str, *given: torch.Tensor | None, **options: Any) -> ReadyCall:
     """Check a call of a built config on dense tensors.
 
-    given: the problem's tensors in the order of `Problem.axes`; an output that is None or left out
-    is allocated, contiguous; an optional one is not computed then. options: of the problem,
-    such as softmax_scale.
+    `given`: the problem's tensors in the order of `Problem.axes`; an output that is None or left
+    out is allocated, contiguous; an optional one is not computed then. `options`: options of the
+    problem, such as softmax_scale.
 
-    What follows from dtypes, shapes and strides is found out once for each, not in every call.
+    The checks of dtypes, shapes and strides run once for each layout, not in every call.
 
     Raises TypeError for a wrong dtype, ValueError for a config that was not built and any other
     wrong argument, RuntimeError for a device that cannot run the kernel.
@@ -260,8 +264,8 @@ def compute(
 ) -> list[torch.Tensor]:
     """`prepare` and run, in as little time as possible; returns all tensors, outputs included.
 
-    kind: problem class of the operation. asked: a config or its short form, or a key that `choose`
-    finds a built config for; and options.
+    `kind`: problem class of the operation. `asked`: a config or its short form, or a key that
+    `choose` finds a built config for; and options.
     """
     first = given[0]
     assert first is not None  # an input

@@ -114,8 +114,8 @@ class LoadedKernel:
     A CUDA graph keeps launching a function without keeping its module alive, so no module is
     unloaded.
 
-    image: a cubin, or PTX that the driver compiles. smem_bytes: dynamic shared memory of a block.
-    Raises DriverError.
+    `image`: a cubin, or PTX that the driver compiles. `smem_bytes`: dynamic shared memory of a
+    block. Raises DriverError.
     """
 
     def __init__(self, image: bytes, symbol: str, smem_bytes: int) -> None:
@@ -130,7 +130,8 @@ class LoadedKernel:
         )
 
     def launch(self, found: Launch, arguments: bytes, stream: int) -> None:
-        """Launch on a stream handle, without waiting. arguments: of `Launch.bind`."""
+        """Launch on a stream handle, without waiting. `arguments`: the bytes that `Launch.bind`
+        returns."""
         self.start(found.grid, found.block, [arguments], stream, found.shared_bytes, found.cluster)
 
     def start(
@@ -142,7 +143,7 @@ class LoadedKernel:
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
-        """Launch on a stream handle, 0 for the default stream, without waiting. arguments: the
+        """Launch on a stream handle, 0 for the default stream, without waiting. `arguments`: the
         kernel's parameters. The rest as in `Launch`."""
         memory = [ctypes.create_string_buffer(a, len(a)) for a in arguments]
         parameters = (ctypes.c_void_p * len(memory))(*map(ctypes.addressof, memory))

@@ -112,8 +112,8 @@ _MAP_TYPES = {
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor that a launch is made ready for. shape, strides: elements. span_bytes: from the
-    first byte to the one behind the last."""
+    """A tensor that a launch is made ready for. `shape`, `strides`: elements. `span_bytes`: bytes
+    from the first byte to the one behind the last."""
 
     name: str
     element: Element
@@ -128,8 +128,8 @@ class KernelResources:
     """Resources of one kernel on one device.
 
     registers and local_bytes (spills and stack): per thread. static_smem_bytes and
-    dynamic_smem_bytes: shared memory per block. max_threads: per block, with these registers.
-    resident_blocks_per_sm: blocks that one multiprocessor runs at a time.
+    dynamic_smem_bytes: shared memory per block. `max_threads`: per block, with these registers.
+    `resident_blocks_per_sm`: blocks that one multiprocessor runs at a time.
     """
 
     registers: int
@@ -145,7 +145,8 @@ class _Resources(ctypes.Structure):
 
 
 def package_folder() -> Path:
-    """Return where the installed package flash_attention keeps the library. Raises RuntimeError."""
+    """Return the folder in which the installed package flash_attention keeps the library. Raises
+    RuntimeError."""
     spec = importlib.util.find_spec("flash_attention")
     if spec is None or spec.origin is None:
         raise RuntimeError(f"the package flash_attention is not installed: {_HOW_TO_BUILD}")
@@ -163,7 +164,7 @@ def library_path() -> Path:
 def ptx_path(config: Config, function: str = "") -> Path:
     """Return the path of the PTX of a built kernel, which the package ships.
 
-    function: one of the family's kernels, the first by default.
+    `function`: one of the family's kernels, the first by default.
     """
     name = config.kernels[function or next(iter(config.kernels))]
     return package_folder() / PTX_FOLDER / f"{name}.ptx"
@@ -224,7 +225,7 @@ def _numbers() -> dict[str, int]:
 
 @functools.cache
 def _built() -> tuple[Config, ...]:
-    """The configs all of whose kernels the library has, in order."""
+    """The configs of which the library has every kernel, in order."""
     found = {config_from_short_form(name.partition("__")[0]) for name in _numbers()}
     return tuple(sorted(c for c in found if all(name in _numbers() for name in c.kernels.values())))
 
@@ -233,10 +234,10 @@ _kept: list[tuple[bytes, ...]] = []  # what registered kernels are made of: the 
 
 
 def register(name: str, symbol: str, image: bytes) -> None:
-    """Make a kernel of an image, a cubin, a fatbin or PTX, that holds it under `symbol`.
+    """Register a kernel from an image (a cubin, a fatbin or PTX) that holds it under `symbol`.
 
-    It takes the place of a kernel of the same name. The image is looked at when the kernel is
-    launched first: an error is raised there.
+    It replaces a kernel of the same name. The driver reads the image at the first launch, which
+    raises its errors.
 
     Raises ValueError for a name that no config's kernel has.
     """
@@ -295,8 +296,8 @@ def exchange(capsule: object) -> int | None:
 
 
 class Launcher:
-    """A launch of a built kernel on a device, ready except for the stream and for where tensors
-    begin."""
+    """A launch of a built kernel on a device, ready except for the stream and the tensors'
+    addresses."""
 
     def __init__(self, found: Launch, device: int) -> None:
         header = _Launch(
@@ -321,8 +322,8 @@ class Launcher:
         self._launch = load().flash_launch
 
     def run(self, addresses: Mapping[str, int]) -> None:
-        """Launch, without waiting. addresses: of tensors and buffers, and the stream's handle as
-        STREAM.
+        """Launch, without waiting. `addresses`: addresses of tensors and buffers, and the stream's
+        handle as STREAM.
 
         Nothing is checked here. Raises RuntimeError with CUDA's text.
         """
@@ -336,12 +337,12 @@ class Launcher:
         alignment: int,
         tensors: Sequence[Described],
     ) -> QuickLaunch | None:
-        """Return a function that launches for tensors that are laid out as these are, wherever they
-        begin in memory: on the current stream of their device, without waiting. It returns False,
-        and does nothing, for others, if an output overlaps another tensor, or if CUDA refuses.
+        """Return a function that launches on tensors with these layouts, at any address, on the
+        current stream of their device, without waiting. It does nothing and returns False for other
+        layouts, for an output that overlaps another tensor, or if CUDA refuses.
 
-        exchange: of the library that the tensors are of. device: type and number, as DLPack has
-        them. alignment: bytes that tensors begin at multiples of.
+        `exchange`: the exchange table of the tensors' library. `device`: type and number, as DLPack
+        has them. `alignment`: bytes; every tensor begins at a multiple of it.
 
         None for a launch that takes a buffer, several addresses of one tensor, or a part of one.
         """

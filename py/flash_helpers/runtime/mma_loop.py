@@ -25,7 +25,7 @@ class _Shape(ctypes.Structure):
 class MmaLoop:
     """mma.sync m16n8k16 on registers, `iterations` times over, on every SM of a CUDA device.
 
-    sums: a number for each thread, (blocks, threads), written by a launch.
+    `sums`: one number per thread, (blocks, threads), written by a launch.
 
     Raises RuntimeError with CUDA's text.
     """

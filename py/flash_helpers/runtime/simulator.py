@@ -34,9 +34,9 @@ _MAP_TYPES = {Element.FP16: "f16", Element.BF16: "bf16", Element.FP32: "f32", El
 def load_kernel(config: Config, ptx: str | Path, function: str = "") -> Kernel:
     """Return a kernel of a config, from PTX text or a path.
 
-    function: one of the family's kernels, the first by default.
+    `function`: one of the family's kernels, the first by default.
 
-    Raises PtxSyntaxError for a text that is no whole PTX module, LaunchError if it does not hold
+    Raises PtxSyntaxError for a text that is no complete PTX module, LaunchError if it does not hold
     the kernel.
     """
     return load_ptx(ptx).kernel(config.kernels[function or next(iter(config.kernels))])
@@ -64,15 +64,17 @@ def run_kernel(
 ) -> Run:
     """Compute a call of a config with its kernels' PTX; return the run with counters and faults.
 
-    Of several kernels it has the blocks, faults and lints of all, and the counters of the last.
+    A run of several kernels has the blocks, faults and lints of all, and the counters of the last.
 
-    kernel: what the config was compiled to, from `load_kernel`; of several kernels, each by its
-    name (`Config.kernels`). tensors: the problem's inputs and outputs by name, on the CPU, in
-    strides that the config takes; outputs are written, and optional ones only if they are there.
-    device: that the launches are made for, by default the largest that the family is compiled for.
-    keep_going: collect faults in the run instead of raising the first one. progress: called with
-    the number of blocks done and the number of blocks. observer: is shown registers and shared
-    memory while the kernels run. options: of the problem, such as softmax_scale.
+    `kernel`: the config's kernel, from `load_kernel`; several kernels are given by their names
+    (`Config.kernels`). `tensors`: the problem's inputs and outputs by name, on the CPU, in strides
+    that the config takes. Outputs are written, optional ones only if they are given.
+
+    `device`: the GPU that the launches are made for, by default the largest that the family is
+    compiled for. `keep_going`: collect faults in the run instead of raising the first one.
+    `progress`: called with the number of blocks done and the number of blocks. `observer`: sees
+    registers and shared memory while the kernels run. `options`: options of the problem, such as
+    softmax_scale.
 
     Raises PtxError if a kernel cannot run, or a fault was found in it; ValueError for shapes that
     do not fit together.
@@ -125,7 +127,7 @@ def run_kernel(
 
 
 def _as_one(runs: Sequence[Run]) -> Run:
-    """Return the last run, with the blocks and findings of all."""
+    """Return the last run, with the blocks and findings of all runs."""
     return replace(
         runs[-1],
         n_blocks=sum(run.n_blocks for run in runs),
@@ -173,10 +175,10 @@ def run_shipped(
     device: Device | None = None,
     **options: Any,
 ) -> Run:
-    """`run_kernel` with the PTX that the package ships, and a progress bar for a run that takes
-    long. config: the one that runs (`Config.runs_as`).
+    """Call `run_kernel` with the PTX that the package ships, and show a progress bar for a long
+    run. `config`: the one that runs (`Config.runs_as`).
 
-    Raises RuntimeError if the PTX cannot be read, and what `run_kernel` raises.
+    Raises RuntimeError if the PTX cannot be read, and the errors of `run_kernel`.
     """
     kernels = {
         name: _shipped_kernel(config, ptx_path(config, function), function)

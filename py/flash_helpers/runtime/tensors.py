@@ -24,10 +24,9 @@ _OVERLAP_WORK = 100_000  # steps after which two interleaved tensors count as ov
 
 
 class Layout(NamedTuple):
-    """Everything about a tensor that a launch depends on, except for where it begins; strides in
-    elements.
+    """The facts of a tensor that a launch depends on, except for its address; strides in elements.
 
-    It has what the checks below ask of a tensor, under the same names.
+    It has the attributes that the checks below read from a tensor, under the same names.
     """
 
     shape: torch.Size
@@ -78,9 +77,9 @@ def posed_problem(
 ) -> Own:
     """Return the problem of an operation that tensors pose, whether a kernel takes it or not.
 
-    tensors: by name, in the order of `kind.axes`; without memory too. An optional output that is
-    given is asked for. dtype: of the problem. taker: what takes the tensors, for messages.
-    options: fields that no tensor tells.
+    `tensors`: tensors by name, in the order of `kind.axes`; they need no memory. An optional output
+    that is given is computed. `dtype`: dtype of the problem. `taker`: name of the function or
+    kernel that takes the tensors, for messages. `options`: fields that no tensor tells.
 
     Raises TypeError for a tensor of another element type than the problem has; ValueError for
     devices and shapes that do not fit together or are empty, and for all that the problem refuses.
@@ -142,7 +141,7 @@ def check_strides(
 
 
 def check_alignment(alignment: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ValueError unless tensors begin at multiples of so many bytes."""
+    """Raises ValueError unless every tensor begins at a multiple of `alignment` bytes."""
     for name, tensor in tensors.items():
         if tensor.data_ptr() % alignment:
             raise ValueError(
@@ -216,8 +215,8 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...], fill: float) -> torch.Tensor:
-    """Return a tensor of the CPU in memory of its own, with these strides (0 along a dimension of
-    size 1), all elements and the gaps between them `fill`."""
+    """Return a CPU tensor in memory of its own with these strides (0 along a dimension of size 1).
+    All elements and the gaps between them are `fill`."""
     pairs = zip(tensor.shape, strides, strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in pairs)
     memory = torch.full((length,), fill, dtype=torch_dtype(tensor.element))
@@ -226,7 +225,7 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...], fill: float) -> torch
 
 @functools.cache
 def gpu_device(index: int) -> Device:
-    """Return what launches need to know of a CUDA device."""
+    """Return the facts of a CUDA device that launches need."""
     properties = torch.cuda.get_device_properties(index)
     return Device(
         properties.name, (properties.major, properties.minor), properties.multi_processor_count
@@ -234,8 +233,8 @@ def gpu_device(index: int) -> Device:
 
 
 def device_for(family: Family[Any], device: torch.device) -> Device:
-    """Return the GPU that a call of the family's kernels is made for: that of a CUDA device, or for
-    CPU tensors, whose kernels are simulated, the largest of the family's first target.
+    """Return the GPU that a call of the family's kernels is made for. For CPU tensors, whose
+    kernels are simulated, it is the largest GPU of the family's first target.
 
     Raises RuntimeError for a device that neither runs the kernels nor simulates them.
     """

@@ -19,8 +19,8 @@ _SDPA_BACKENDS = {
 
 
 class Package(NamedTuple):
-    """A library that is a package of its own. name: that it is installed by. module: has
-    flash_attn_func(q, k, v), which takes and returns (batch, seq, heads, d_head)."""
+    """A library that is a package of its own. `name`: the name of the package for pip. `module`:
+    module with flash_attn_func(q, k, v), which takes and returns (batch, seq, heads, d_head)."""
 
     name: str
     module: str
@@ -42,12 +42,12 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Return o, (batch, seq, heads, d_head), by one of the operation's libraries.
 
-    PyTorch's backends get the same memory as the kernels do, as (batch, heads, seq, d_head) views.
+    PyTorch's backends get the same memory as the kernels, as (batch, heads, seq, d_head) views.
     Each is called as users call it: a scale is passed only if it is not the usual one.
 
-    Raises ValueError for a causal problem of two lengths, since PyTorch aligns the mask to the top
-    left, and the packages, as the kernels, to the bottom right; RuntimeError if the library does
-    not run here, ImportError if it cannot be imported.
+    Raises ValueError for a causal problem with two lengths on PyTorch's backends: PyTorch aligns
+    the mask to the top left, the packages and the kernels to the bottom right. Raises RuntimeError
+    if the library does not run here, ImportError if it cannot be imported.
     """
     if problem.causal and problem.len_q != problem.len_k:
         raise ValueError(

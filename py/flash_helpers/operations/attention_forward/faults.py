@@ -333,11 +333,11 @@ FAULTS = {
 
 
 def problem_of(config: AttentionConfig) -> AttentionForward:
-    """Return the problem that faults of a config show on: the shortest with three blocks of keys.
+    """Return the problem on which faults of a config show: the shortest with three blocks of keys.
 
-    For a causal kernel, the least that tiles are counted for on `device_of`. The diagonal of the
-    fixed tiles then ends between two warpgroups and within a block of keys, the last of three; the
-    first queries see none.
+    For a causal kernel it is the smallest problem for which tiles are counted on `device_of`. The
+    diagonal of the fixed tiles then ends between two warpgroups and within a block of keys, the
+    last of three; the first queries see no key.
     """
     if config.supports.causal:
         len_q, len_k = COUNTED_FROM * config.B_r, 2 * config.B_c + WGMMA_M
@@ -347,15 +347,15 @@ def problem_of(config: AttentionConfig) -> AttentionForward:
 
 
 def device_of(config: AttentionConfig) -> Device:
-    """Return the GPU that launches are made for: of a causal kernel one of two SMs, where tiles of
-    `problem_of` are left for a counter when each block has two."""
+    """Return the GPU that launches are made for. A causal kernel gets one with two SMs, on which
+    tiles of `problem_of` are left for a counter when each block has two."""
     largest = largest_device(config.family.capabilities[0])
     return replace(largest, sms=2) if config.supports.causal else largest
 
 
 def distribution_of(config: AttentionConfig) -> str:
-    """Return inputs in which the maximum of most rows changes from block to block, by enough for a
-    step that is lazy; for a causal kernel inputs in which every key counts, so that a wrong mask
-    shows."""
+    """Return the kind of inputs in which the maximum of most rows changes from block to block, by
+    enough for a lazy step. A causal kernel gets inputs in which every key counts, so that a wrong
+    mask shows."""
     is_lazy = LAZY_RESCALE in config.step.traits and not config.supports.causal
     return "large_logits" if is_lazy else "normal"

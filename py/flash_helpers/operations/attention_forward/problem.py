@@ -21,13 +21,14 @@ class AttentionForward(Problem):
     """softmax(Q K^T · softmax_scale) V for every batch and head.
 
     Q and O are (batch, len_q, heads, d_head), K and V (batch, len_k, kv_heads, d_head); head h of Q
-    uses head h // (heads / kv_heads) of K and V. causal: query i sees key j if
-    j <= i + len_k - len_q, so that the last query sees all keys; a query that sees none has an
-    output of 0 and an LSE of -infinity. return_lse: the natural logarithm of each row's sum of
-    exp(q k^T · softmax_scale), float32, (batch, heads, len_q), is an output too.
+    uses head h // (heads / kv_heads) of K and V. `causal`: query i sees key j if j <= i + len_k -
+    len_q, so that the last query sees all keys. A query that sees no key has an output of 0 and an
+    LSE of -infinity. `return_lse`: the LSE is an output too: the natural logarithm of each row's
+    sum of exp(q k^T · softmax_scale), float32, (batch, heads, len_q).
 
     len_k and kv_heads are those of Q, and softmax_scale is 1/sqrt(d_head), unless they are given.
-    `dataclasses.replace` gives them: it does not follow a change of what they come from.
+    `dataclasses.replace` passes their old values: they do not follow a change of the fields that
+    they come from.
 
     Raises ValueError for a size below 1, heads that those of K and V do not divide, and a scale
     that is not positive or that float32 does not hold.
@@ -158,7 +159,7 @@ class AttentionForward(Problem):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Lengths of queries and keys by name, or that of both, seq_len."""
+        """Lengths of queries and keys by name, or the common length seq_len."""
         if self.len_q == self.len_k:
             return {"seq_len": self.len_q}
         return {"len_q": self.len_q, "len_k": self.len_k}
@@ -188,14 +189,15 @@ class AttentionForward(Problem):
         )
 
     def visible_keys(self, query: int) -> int:
-        """Keys that a query sees, below 1 if it sees none; of a tile's rows beyond len_q all."""
+        """Number of keys that a query sees, below 1 if it sees none; rows of a tile beyond len_q
+        see all."""
         if not self.causal:
             return self.len_k
         return min(query + 1 + self.len_k - self.len_q, self.len_k)
 
     @property
     def visible(self) -> int:
-        """Pairs of a query and a key that it sees, in one head."""
+        """Number of pairs of a query and a key that it sees, in one head."""
         if not self.causal:
             return self.len_q * self.len_k
         seeing = min(self.len_q, self.len_k)  # queries, the last of which sees all keys

@@ -49,10 +49,10 @@ def default_shape(
 ) -> AttentionForward:
     """Return the problem of one length that is measured.
 
-    Its batch is what MAX_HEADS and MAX_ROWS leave: with 16 heads 16, or 65536 tokens; with twice as
-    many heads half of it, so that Q and the work are of one size.
+    Its batch follows from MAX_HEADS and MAX_ROWS. With 16 heads the batch is 16, or 65536 tokens;
+    with twice as many heads it is half of that, so that the size of Q and the work stay the same.
 
-    kv_heads: as many as heads if None. batch: instead of that. Raises ValueError as
+    `kv_heads`: as many as heads if None. `batch`: batch instead of the above. Raises ValueError as
     `AttentionForward` does.
     """
     if batch is None:
@@ -62,8 +62,8 @@ def default_shape(
 
 
 def counted_problem(supports: AttentionSupports, size: int, heads: int = 1) -> AttentionForward:
-    """Return a small problem that a config takes: so many heads, and a sequence that is shorter
-    than size by their square root, so that it takes the same time whatever the heads."""
+    """Return a small problem that a config takes: the given heads, and a sequence of `size` over
+    the square root of the heads, so that the time does not depend on the heads."""
     block = supports.whole
     seq_len = max(block, int(size / heads**0.5) // block * block)
     return AttentionForward(

@@ -1,18 +1,19 @@
-"""Attention in float64, and how far from it an output may be.
+"""Attention in float64, and the largest errors allowed of an output.
 
-The bound of O is the rule of flash_helpers.check.errors. Its second part does not grow with plain's
-error. A FlashAttention kernel rounds to the dtype twice, P before P @ V and O at the end;
-all else is float32. A rounding changes a value by a fraction of at most u, which over many values
-has a root mean square of at most u / sqrt(3), so the two together stay below 0.82 u.
+The bound of O is the rule of flash_helpers.check.errors. Its second part does not grow with the
+error of plain PyTorch. A FlashAttention kernel rounds to the dtype twice, P before P @ V and O at
+the end; everything else is float32. A rounding changes a value by a fraction of at most u. Over
+many values that has a root mean square of at most u / sqrt(3), so the two roundings together stay
+below 0.82 u.
 
 Shapes: q is (batch, len_q, heads, d_head), k and v are (batch, len_k, kv_heads, d_head), and query
 head h attends to head h // (heads / kv_heads) of k and v. A causal mask is aligned to the bottom
 right: query i sees key j if j <= i + len_k - len_q, so that the last query sees all keys. With
-len_q > len_k the first queries see none: their output is 0, as flash-attn documents, and their LSE
--inf, the logarithm of an empty sum.
+len_q > len_k the first queries see no key: their output is 0, as flash-attn documents, and their
+LSE is -inf, the logarithm of an empty sum.
 
-The LSE is ln sum_j exp(scale q_i . k_j) over the keys j that query i sees. `lse_bound` says how
-far a kernel's may be off.
+The LSE is ln sum_j exp(scale q_i . k_j) over the keys j that query i sees. `lse_bound` is the
+largest error allowed of a kernel's LSE.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_SCORES = 2**25
 def _attend(
     Q: torch.Tensor, K_T: torch.Tensor, V: torch.Tensor, scale: float, hidden: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the LSE of some rows, each of which sees a key. hidden: (rows, keys), True
+    """The output and the LSE of some rows, each of which sees a key. `hidden`: (rows, keys), True
     where a row does not see a key."""
     S = (Q @ K_T).mul_(scale)
     if hidden is not None:
@@ -115,12 +116,11 @@ def attention_float64(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """softmax(softmax_scale Q K^T) V in float64; the module says what shapes and mask mean.
+    """softmax(softmax_scale Q K^T) V in float64; the module defines shapes and mask.
 
-    q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head). Any floating dtype
-        and strides, one device.
-    max_scores: elements of the score matrix that are held at once.
-    softmax_scale: 1 / sqrt(d_head) if None.
+    `q`: (batch, len_q, heads, d_head). `k`, `v`: (batch, len_k, kv_heads, d_head). They may have
+    any floating dtype and strides, and share one device. `max_scores`: elements of the score matrix
+    that are held at once. `softmax_scale`: 1 / sqrt(d_head) if None.
 
     Returns a float64 tensor of q's shape. Raises ValueError if the shapes do not fit together.
     """
@@ -170,7 +170,7 @@ def lse_bound(q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None = No
     stay about a hundred times below the bound; sums of equal products, all cut the same way, reach
     a sixth of it.
 
-    q, k: as in `attention_float64`.
+    `q`, `k`: as in `attention_float64`.
     """
     largest_q, largest_k = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).max().item() for x in (q, k)

@@ -16,7 +16,7 @@ MAX_LENGTH = 2**31 - 1  # of queries and of keys: the kernels take them as an in
 _ANY = 2**63 - 1
 
 CAUSAL = "causal"
-# What a kernel may take besides problems of various sizes.
+# Abilities of a kernel besides problems of various sizes.
 TWO_LENGTHS = "two_lengths"  # queries and keys of different lengths
 GROUPED_HEADS = "grouped_heads"  # several heads of Q for one of K and V
 SOFTMAX_SCALE = "softmax_scale"
@@ -25,8 +25,8 @@ ABILITIES = (TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE)
 
 
 def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
-    """Return those of ABILITIES that a problem asks for: its values in words, and the nearest to
-    them that every kernel takes."""
+    """Return the ABILITIES that a problem needs: its values in words, and the nearest values that
+    every kernel takes."""
     found = {}
     if problem.len_q != problem.len_k:
         way_out = (
@@ -55,7 +55,7 @@ def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
     return found
 
 
-# What a corner asks for of an ability that is not one of lengths; there are 6 heads.
+# Options of a corner for each ability that is not about lengths; there are 6 heads.
 _CORNERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         GROUPED_HEADS: {"kv_heads": 2},
@@ -69,13 +69,14 @@ _CORNERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class AttentionSupports:
     """Attention problems.
 
-    dtype: element type of Q, K, V and O. d_heads: head sizes. blocks: numbers that the lengths of
-    queries and keys must be multiples of, by what they are called; none if there may be any.
-    alignment: bytes; tensors begin at, and all strides but the last are, multiples of it.
-    max_row_stride, max_stride: elements, of the sequence and of heads and batches. max_tiles: of
-    B_r queries of one head, where one dimension of the grid has them all. max_length: of queries
-    and of keys. B_r, B_c: rows of a tile of queries and of keys. causal: the kernel takes causal
-    problems, and no others. abilities: those of ABILITIES that it has.
+    `dtype`: element type of Q, K, V and O. `d_heads`: head sizes. `blocks`: numbers of which the
+    lengths of queries and keys must be multiples, by name; empty if any length is taken.
+    `alignment`: bytes; tensors begin at multiples of it, and all strides but the last are multiples
+    of it. `max_row_stride`, `max_stride`: largest stride in elements of the sequence, and of heads
+    and batches. `max_tiles`: most tiles of B_r queries of one head, where one dimension of the grid
+    has them all. `max_length`: most queries and most keys. `B_r`, `B_c`: rows per tile of queries
+    and of keys. `causal`: whether the kernel takes causal problems, and no others. `abilities`: the
+    ABILITIES that it has.
     """
 
     dtype: Element
@@ -104,7 +105,7 @@ class AttentionSupports:
 
     @property
     def shortest(self) -> int:
-        """The shortest sequence, of which all are multiples."""
+        """The shortest sequence; all lengths are multiples of it."""
         return math.lcm(*self.blocks.values())
 
     @property
@@ -113,8 +114,8 @@ class AttentionSupports:
         return math.lcm(self.shortest, self.B_r, self.B_c)
 
     def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
-        """Return what a problem asks for and the kernel has not, by name: the values in words, and
-        the way out."""
+        """Return the abilities that a problem needs and the kernel lacks, by name: the values in
+        words, and the way out."""
         found = {}
         if problem.causal != self.causal:
             found[CAUSAL] = (
@@ -126,9 +127,10 @@ class AttentionSupports:
         return found | {name: text for name, text in asked.items() if name not in self.abilities}
 
     def refusal(self, problem: AttentionForward, kernel: str) -> str:
-        """Return why the kernel does not take a problem, with the way out; "" if it does.
+        """Return the reason why the kernel does not take a problem, with the way out; "" if it
+        does.
 
-        kernel: how the text names it.
+        `kernel`: the kernel's name in the text.
         """
         for values, way_out in self.lacking(problem).values():
             return f"{values} is not supported by {kernel}: {way_out}"
@@ -171,8 +173,8 @@ class AttentionSupports:
         return ""
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
-        """Return why a tensor cannot have these strides, with the way out; "" if it can. Q, K, V
-        and O are copied in whole chunks of elements; an LSE is contiguous."""
+        """Return the reason why a tensor cannot have these strides, with the way out; "" if it can.
+        Q, K, V and O are copied in whole chunks of elements; an LSE is contiguous."""
         name = tensor.name
         if name == "lse":
             if strides == tensor.strides:
@@ -203,7 +205,7 @@ class AttentionSupports:
         return ""
 
     def described(self) -> dict[str, str]:
-        """Return what is taken, in words: quantities by name."""
+        """Return the accepted problems in words: quantities by name."""
         chunk = self.alignment // self.dtype.bytes
         lengths = f"multiples of {' and '.join(self.blocks)}" if self.blocks else "any"
         different = ", different ones" if TWO_LENGTHS in self.abilities else ""
@@ -223,8 +225,8 @@ class AttentionSupports:
     def corners(self) -> Iterator[AttentionForward]:
         """Yield small problems at the edges of the declaration: one block; several, in which every
         index that a kernel may confuse differs; lengths around those of blocks; more queries than
-        keys, and fewer; each ability, and all of them. Of grouped heads an odd number share K and
-        V, then an even one."""
+        keys, and fewer; each ability, and all of them. With grouped heads an odd number of heads
+        share K and V, then an even number."""
         lengths = [*self._corner_lengths()]
         options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
         together = {key: value for option in options for key, value in option.items()}

@@ -1,4 +1,4 @@
-"""Softmax by PyTorch, and a copy: what kernels of rows are measured beside."""
+"""Softmax by PyTorch, and a copy: the libraries that kernels of rows are measured beside."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ PACKAGES: Mapping[str, Any] = MappingProxyType({})
 def run(
     library: str, problem: Rows, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return y, (rows, width), by one of the operation's libraries; of "copy" it is x."""
+    """Return y, (rows, width), by one of the operation's libraries; for "copy" it is x."""
     x = tensors["x"]
     return {"y": x.clone() if library == "copy" else torch.softmax(x, dim=-1)}

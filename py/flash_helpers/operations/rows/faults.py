@@ -28,17 +28,17 @@ FAULTS = {
 
 
 def problem_of(config: Config) -> Rows:
-    """Return the problem that faults of a config show on: of an odd width, so that the second row
-    begins between two multiples of 16 bytes, and of fewer chunks than the block of s3 holds."""
+    """Return the problem on which faults of a config show. Its width is odd, so that the second row
+    begins between two multiples of 16 bytes, and it has fewer chunks than the block of s3 holds."""
     return Rows(2, 1001, config.dtype)
 
 
 def device_of(config: Config) -> Device:
-    """Return the GPU that launches are made for; rows need nothing of it."""
+    """Return the GPU that launches are made for; any GPU will do for rows."""
     return largest_device(config.family.capabilities[0])
 
 
 def distribution_of(config: Config) -> str:
-    """Return inputs in which every element counts: beside large logits, a 0 too many in l would not
-    show."""
+    """Return the kind of inputs in which every element counts: with large logits, an extra 0 in l
+    would not show."""
     return "normal"

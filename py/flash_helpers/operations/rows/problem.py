@@ -17,8 +17,8 @@ OPERATIONS_PER_ELEMENT = 5  # a maximum, a difference, an exponential, an additi
 class Rows(Problem):
     """y = softmax(x) along each row of a matrix; x and y are (rows, width).
 
-    An element of -inf beside a finite one gives 0. A row that has NaN or +inf, or nothing but -inf,
-    gives NaN throughout, as torch.softmax does.
+    An element of -inf beside a finite one gives 0. A row with NaN or +inf, or with -inf only, gives
+    NaN throughout, as in torch.softmax.
 
     Raises ValueError for a size below 1.
     """

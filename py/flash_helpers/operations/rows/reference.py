@@ -1,22 +1,23 @@
-"""Softmax along rows in float64, and how far from it an output may be.
+"""Softmax along rows in float64, and the largest errors allowed of an output.
 
-For fp16 and bf16 with unit roundoff u (2^-11, 2^-8) and the float64 result R on the same inputs, in
-each row by itself, so that a row whose largest probability is near 1 allows its neighbours nothing:
+For fp16 and bf16, u is the unit roundoff (2^-11, 2^-8) and R the float64 result on the same inputs.
+The bound holds for each row by itself, so that a row whose largest probability is near 1 allows no
+error in other rows:
 
     max |y - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
     ||y - R|| / ||R||    <=  ||max(u |R|, h)|| / ||R||
 
 `plain` is torch.softmax in the dtype. h is half the distance of subnormal numbers, 2^-25 for fp16,
-where R is not 0: the largest error of rounding an element that is subnormal. The second bound is
-the house's u unless probabilities are subnormal, as those of fp16 below 2^-14 are, for instance of
-a row of 16385 equal elements and more: rounding R itself then has a relative error above u, so that
-no kernel could keep u. For bf16, h is 2^-134, far below any error that counts.
+where R is not 0: the largest error of rounding an element that is subnormal. The second bound is u,
+as for every operation, unless probabilities are subnormal. In fp16 those below 2^-14 are, for
+instance in a row of 16385 or more equal elements. Rounding R itself then has a relative error above
+u, so that no kernel could keep u. For bf16, h is 2^-134, far below any error that counts.
 
 In fp32 nothing is rounded to a lower precision at the end, and the errors of the computation
 decide: `fp32_bound`, also by row. The two numbers of a bound for all rows follow from those of the
 rows.
 
-Rows whose result is NaN must be NaN (`absolute_errors`), and allow nothing else.
+Rows whose result is NaN must be NaN (`absolute_errors`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def softmax_float64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bound(max_abs: torch.Tensor, allowed: torch.Tensor, expected: torch.Tensor) -> OutputError:
-    """Return the bound of rows. max_abs: of an element, by row. allowed: what the errors of the
-    elements of a row may be for their norm to be right."""
+    """Return the bound of rows. `max_abs`: largest error of an element, by row. `allowed`: errors
+    of the elements of a row whose norm is the largest allowed."""
     norm = torch.linalg.vector_norm
     rows = RowErrors(max_abs, norm(allowed, dim=-1) / norm(expected, dim=-1))
     return OutputError(max_abs.max().item(), (norm(allowed) / norm(expected)).item(), rows)
@@ -81,7 +82,7 @@ def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
     from a width of some 1,000 on; their roundings do not all point one way, so that errors stay
     far below the bound there.
 
-    x, expected: (rows, width), every row of `expected` finite.
+    `x`, `expected`: (rows, width), every row of `expected` finite.
     """
     width = x.shape[-1]
     t = (x.double().amax(-1, keepdim=True) - x.double()).nan_to_num_(posinf=0.0)

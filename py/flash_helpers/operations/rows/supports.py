@@ -16,8 +16,8 @@ from flash_helpers.registry.problem import Element, Tensor
 class RowsSupports:
     """Problems of rows.
 
-    dtype: element type of x and y. max_width: elements of a row. held: elements of a row that a
-    block takes in one pass of its loops, around which the corners lie.
+    `dtype`: element type of x and y. `max_width`: elements of a row. `held`: elements of a row that
+    a block takes in one pass of its loops; the corners lie around it.
     """
 
     dtype: Element
@@ -27,12 +27,12 @@ class RowsSupports:
 
     @property
     def alignment(self) -> int:
-        """Bytes of an element: tensors may begin at any."""
+        """Bytes of an element: tensors may begin at any element."""
         return self.dtype.bytes
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """None."""
+        """No options."""
         return MappingProxyType({})
 
     @property
@@ -45,9 +45,10 @@ class RowsSupports:
         return {}
 
     def refusal(self, problem: Rows, kernel: str) -> str:
-        """Return why the kernel does not take a problem, with the way out; "" if it does.
+        """Return the reason why the kernel does not take a problem, with the way out; "" if it
+        does.
 
-        kernel: how the text names it.
+        `kernel`: the kernel's name in the text.
         """
         if problem.dtype != self.dtype:
             return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
@@ -64,7 +65,8 @@ class RowsSupports:
         return ""
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
-        """Return why a tensor cannot have these strides, with the way out; "" if it can."""
+        """Return the reason why a tensor cannot have these strides, with the way out; "" if it
+        can."""
         if strides[-1] in (0, 1) and (strides[-1] or tensor.shape[-1] == 1):
             return ""
         return (
@@ -73,7 +75,7 @@ class RowsSupports:
         )
 
     def described(self) -> dict[str, str]:
-        """Return what is taken, in words: quantities by name."""
+        """Return the accepted problems in words: quantities by name."""
         return {
             "width": f"1 to {self.max_width:,}",
             "rows": f"up to {self.max_rows:,}",

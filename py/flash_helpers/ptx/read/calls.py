@@ -1,9 +1,9 @@
-"""Device functions, put in place of the calls to them.
+"""Device functions, inlined instead of the calls to them.
 
 A simulated thread has no call stack: every call becomes a copy of the function's instructions, with
 its registers, labels and variables renamed. Parameters and results, which PTX keeps in `.param`
-space, become variables in local memory. A call for which that cannot be done stays where it is:
-it is refused when a thread reaches it, which many never do.
+space, become variables in local memory. A call that cannot be replaced stays: it is refused when a
+thread reaches it, which often never happens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ others grow without bounds."""
 
 
 def without_calls(module: Module, function: Function) -> Function:
-    """The function with every call replaced by what it calls.
+    """The function with every call replaced by the instructions of the called function.
 
     A call that cannot be replaced stays, and says why (`Instruction.refusal`): through a pointer,
     recursive, or with other arguments than the function takes. One to a function that the module
@@ -53,7 +53,7 @@ def called(call: Instruction) -> tuple[Operand | None, list[Operand]]:
 
 
 class _CannotInline(Exception):
-    """Why a call stays."""
+    """The reason why a call stays."""
 
 
 class _Inliner:
@@ -92,7 +92,7 @@ class _Inliner:
     def put_in_place(
         self, call: Instruction, caller: Function, whole: Function, callers: tuple[str, ...]
     ) -> None:
-        """Appends to `whole` what a call becomes."""
+        """Appends to `whole` the instructions that replace a call."""
         try:
             callee = self.callee(call, caller, (*callers, caller.name))
         except _CannotInline as reason:
@@ -159,7 +159,7 @@ class _Inliner:
         return callee
 
     def copy(self, call: Instruction, callee: Function) -> tuple[Function, str]:
-        """A renamed copy of what is called, and the label that its returns branch to."""
+        """A renamed copy of the called function, and the label that its returns branch to."""
         _, given = called(call)
         formal = [v.name for v in (*callee.results, *callee.parameters)]
         self.copies += 1

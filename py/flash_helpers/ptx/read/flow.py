@@ -18,7 +18,7 @@ from flash_helpers.ptx.read.graph import strongly_connected_components
 from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbol
 
 BARRIERS = frozenset({"bar", "barrier"})
-"""Those of a warp and of a cluster have these names too."""
+"""The barriers of a warp and of a cluster have these names too."""
 EXITS = frozenset({"ret", "exit"})
 
 MAX_LOOP_DEPTH = 64
@@ -26,8 +26,9 @@ MAX_LOOP_DEPTH = 64
 
 
 class Phase(str, Enum):
-    """Part of the kernel relative to its main loop: the loops that hold products of matrices, and
-    those that hold bulk loads and do not lead there, which other warps run beside them."""
+    """Part of the kernel relative to its main loop. The main loop is the loops with matrix
+    products, and the loops with bulk loads that do not lead to them: other warps run these at the
+    same time."""
 
     PROLOGUE = "prologue"
     MAIN_LOOP = "main loop"
@@ -46,9 +47,10 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Block:
-    """A basic block: instructions [start, end) of the program, the last one may end it.
+    """A basic block: instructions [start, end) of the program, the last of which may be a branch or
+    exit.
 
-    targets: blocks that a taken branch leads to. next: the block that follows when no branch is
+    `targets`: blocks that a taken branch leads to. `next`: the block that follows when no branch is
     taken; -1 if there is none.
     """
 
@@ -61,13 +63,14 @@ class Block:
 
     @property
     def body_end(self) -> int:
-        """Where the instructions end that are not control flow."""
+        """End of the instructions that are not control flow."""
         return self.end if self.ending is Ending.NEXT else self.end - 1
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function's instructions in execution order. block_of: index of each one's block."""
+    """A function's instructions in execution order. `block_of`: index of each instruction's
+    block."""
 
     function: Function
     instructions: tuple[Instruction, ...]
@@ -87,18 +90,18 @@ class Program:
 
 
 def is_wgmma(instruction: Instruction) -> bool:
-    """Whether it is a product, a wgmma.mma_async."""
+    """Whether the instruction is a matrix product, a wgmma.mma_async."""
     return instruction.name == "wgmma" and instruction.has("mma_async")
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Whether it multiplies matrices."""
+    """Whether the instruction multiplies matrices."""
     is_mma = instruction.name == "mma" or (instruction.name == "wmma" and instruction.has("mma"))
     return is_mma or is_wgmma(instruction)
 
 
 def is_bulk_load(instruction: Instruction) -> bool:
-    """Whether it is a bulk copy from global to shared memory."""
+    """Whether the instruction is a bulk copy from global to shared memory."""
     spaces = [m for m in instruction.modifiers if m == "global" or m.startswith("shared")]
     return instruction.has("bulk") and len(spaces) == 2 and spaces[1] == "global"
 
@@ -212,8 +215,8 @@ def _order(successors: list[list[int]]) -> tuple[list[int], list[set[int]], int 
     order: list[int] = []
     loops: list[set[int]] = []
     nodes = _reachable(successors, [0])
-    # What is still to be ordered, the first part last: single nodes, and loops with their head and
-    # the edges inside.
+    # The parts still to be ordered, the first part last: single nodes, and loops with their head
+    # and the edges inside.
     pending: list[tuple[set[int], int, Mapping[int, list[int]], int]] = []
 
     def add(nodes: set[int], entry: int, edges: Mapping[int, list[int]], depth: int) -> None:
@@ -249,7 +252,7 @@ def _phases(
     multiplying: set[int],
     loading: set[int],
 ) -> dict[int, Phase]:
-    """loops: the outermost ones. multiplying, loading: nodes that do."""
+    """`loops`: the outermost ones. `multiplying`, `loading`: nodes that do."""
     main = set().union(*(loop for loop in loops if loop & multiplying))
     if main:
         beside = (loop for loop in loops if loop & loading)

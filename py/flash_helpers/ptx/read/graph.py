@@ -10,10 +10,11 @@ def strongly_connected_components(
     nodes: Collection[int],
     entry: int | None = None,
 ) -> list[set[int]]:
-    """Components of the part of a graph that `nodes` are, each after those that it leads to.
+    """Strongly connected components of the subgraph of `nodes`, each after the components that it
+    leads to.
 
-    successors: of every node; they need not be among `nodes`. entry: the node to begin with; the
-    lowest if None.
+    `successors`: the successors of every node; they need not be among `nodes`. `entry`: the node to
+    begin with; the lowest if None.
 
     Tarjan's algorithm ("Depth-first search and linear graph algorithms", 1972), not recursive.
     """

@@ -32,7 +32,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Register:
-    """A virtual register, by a name that is unique within its function. negated: `!%p`, the
+    """A virtual register, by a name that is unique within its function. `negated`: `!%p`, the
     complement of a predicate."""
 
     name: str
@@ -48,14 +48,14 @@ class Special:
 
 @dataclass(frozen=True)
 class Immediate:
-    """A literal. float_bits: 32 or 64 for `0f...` and `0d...`, whose bits are in value."""
+    """A literal. `float_bits`: 32 or 64 for `0f...` and `0d...`, whose bits are in `value`."""
 
     value: int | float
     float_bits: int = 0
 
     @property
     def integer(self) -> int | None:
-        """The value of an integer literal, None of any other."""
+        """The value of an integer literal, None for any other literal."""
         return self.value if isinstance(self.value, int) and not self.float_bits else None
 
 
@@ -69,7 +69,8 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """`[base + offset]`. coordinates: of `[base + offset, {a, b, ...}]`, a place in a tensor."""
+    """`[base + offset]`. `coordinates`: the place in a tensor that `[base + offset, {a, b, ...}]`
+    names."""
 
     base: Register | Symbol | Immediate
     offset: int = 0
@@ -100,14 +101,14 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Sink:
-    """`_`: a destination that nobody reads."""
+    """`_`: a destination that is never read."""
 
 
 Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Arguments | Sink
 
 
 def parts(operand: Operand) -> Iterator[Operand]:
-    """The operand, and all that it is made of."""
+    """The operand and all of its parts."""
     yield operand
     inner: tuple[Operand, ...] = ()
     if isinstance(operand, Vector | Arguments):
@@ -124,9 +125,9 @@ def parts(operand: Operand) -> Iterator[Operand]:
 class Instruction:
     """One instruction.
 
-    opcode: with all modifiers, as written. line: of the PTX text, from 1. name: the opcode before
-    the first dot. types: the modifiers that are types, in order. refusal: why it cannot be run,
-    empty unless that is known from the text.
+    `opcode`: the opcode with all modifiers, as written. `line`: line of the PTX text, from 1.
+    `name`: the opcode before the first dot. `types`: the modifiers that are types, in order.
+    `refusal`: the reason why it cannot be run; empty unless the text tells one.
     """
 
     opcode: str
@@ -149,15 +150,15 @@ class Instruction:
         return modifier in self.modifiers
 
     def first(self, names: Collection[str]) -> str | None:
-        """The first of its modifiers that is one of these."""
+        """The first of its modifiers that is in `names`."""
         return next((m for m in self.modifiers if m in names), None)
 
 
 @dataclass(frozen=True)
 class StoredAddress:
-    """Where an initial value holds an address, or a part of one (PTX ISA 9.0, "Variable
-    Initialization"). offset: of its first byte in the variable. size: bytes. shift: bits of the
-    address below those that are stored."""
+    """An address, or a part of one, in an initial value (PTX ISA 9.0, "Variable Initialization").
+    `offset`: offset of its first byte in the variable. `size`: bytes. `shift`: number of low bits
+    of the address that are cut off."""
 
     offset: int
     size: int
@@ -169,9 +170,10 @@ class StoredAddress:
 class Variable:
     """A variable in shared, local, const, global or param space.
 
-    size: bytes; 0 for an `extern` array whose size the launch gives. initial: its first bytes, with
-    zeros where `addresses` go; None without an initial value. line: of the PTX text, from 1.
-    problem: why it cannot be read, if so; nothing but name and line is known then.
+    `size`: bytes; 0 for an `extern` array whose size the launch gives. `initial`: its first bytes,
+    with zeros where `addresses` go; None without an initial value. `line`: line of the PTX text,
+    from 1. `problem`: the reason why it cannot be read, if there is one; then only name and line
+    are known.
     """
 
     name: str
@@ -190,10 +192,10 @@ class Variable:
 class Function:
     """An entry (kernel) or a device function.
 
-    directives: `.maxntid`, `.reqntid`, `.minnctapersm` and the like. registers: type of each by its
-    name. labels: index of the instruction that follows each. branch_targets: the labels of each
-    `.branchtargets` list, by its name. problem: what of it cannot be read, if something cannot;
-    what stands behind that is missing.
+    `directives`: `.maxntid`, `.reqntid`, `.minnctapersm` and similar ones. `registers`: type of
+    each register by its name. `labels`: index of the instruction that follows each label.
+    `branch_targets`: the labels of each `.branchtargets` list, by its name. `problem`: the part
+    that cannot be read, if there is one; everything behind it is missing.
     """
 
     name: str
@@ -212,8 +214,9 @@ class Function:
 
 @dataclass(frozen=True)
 class Module:
-    """A whole PTX file. version: such as 8.7. target: the first that `.target` names, such as
-    sm_90a. functions, variables: those that it defines, by name; some may have a problem."""
+    """A whole PTX file. `version`: such as 8.7. `target`: the first that `.target` names, such as
+    sm_90a. `functions`, `variables`: the functions and variables that it defines, by name; some may
+    have a problem."""
 
     version: str
     target: str

@@ -114,10 +114,11 @@ _BRACKETS = {"{": "}", "[": "]", "(": ")"}
 def read_ptx(text: str) -> Module:
     """Reads a PTX module.
 
-    What cannot be read inside a function or a variable's declaration is its `problem`; the rest of
-    the module is there all the same. Raises PtxSyntaxError, which names the line, for a text that
-    is cut off, has no `.version` and `.target`, or holds something else between functions and
-    variables.
+    A part of a function or of a variable's declaration that cannot be read becomes its `problem`;
+    the rest of the module is read all the same.
+
+    Raises PtxSyntaxError, which names the line, for a text that is cut off, has no `.version` and
+    `.target`, or holds something else between functions and variables.
     """
     return _Reader(text).module()
 
@@ -173,7 +174,7 @@ class _Reader:
         return text
 
     def take(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        """Moves over what has to come next."""
+        """Moves past a token that must come next."""
         match = pattern.match(self.text, self.position)
         if match is None:
             raise self.error(f"{what} {self.ahead()!r}")
@@ -181,7 +182,7 @@ class _Reader:
         return match
 
     def ahead(self) -> str:
-        """The beginning of what is left of the line."""
+        """The beginning of the rest of the line."""
         return self.text[self.position : self.position + 60].partition("\n")[0]
 
     def integer(self, text: str, position: int) -> int:
@@ -301,8 +302,8 @@ class _Reader:
     def initial(
         self, text: str, type_name: str, count: int, start: int
     ) -> tuple[bytes, tuple[StoredAddress, ...]]:
-        """The bytes of an initial value, and where addresses go among them. count: elements; 0 for
-        as many as there are."""
+        """The bytes of an initial value, and the places of addresses in them. `count`: number of
+        elements; 0 for as many as the text has."""
         values = [v.strip() for v in re.findall(r"[^{},\s][^{},]*", text)]
         if count and len(values) > count:
             raise self.error(f"{len(values)} initial values for {count} elements", start)
@@ -377,13 +378,15 @@ class _Reader:
         return function
 
     def head_end(self, limit: int) -> int:
-        """Where a head ends: at a brace, or the semicolon of a declaration; `limit` if nowhere."""
+        """The end of a function's head: a brace, or the semicolon of a declaration; `limit` without
+        either."""
         tokens = _HEAD_END.finditer(self.text, self.position, limit)
         return next((t.start() for t in tokens if t[0] in "{;"), limit)
 
     def closing_brace(self, start: int, limit: int) -> tuple[int, dict[int, list[str]]]:
-        """Where the brace at `start` is closed, `limit` if nowhere; and the labels of each block
-        inside, by the position of its brace: a branch may precede its label."""
+        """The position at which the brace at `start` is closed, `limit` if it is not. Also the
+        labels of each block inside, by the position of its brace, since a branch may precede its
+        label."""
         opened: list[int] = []
         labels: defaultdict[int, list[str]] = defaultdict(list)
         for token in _OUTLINE.finditer(self.text, start, limit):
@@ -406,7 +409,8 @@ class _Reader:
         return self.text[start:end]
 
     def head(self, function: Function, results: str | None, start: int) -> Function:
-        """The function with what stands between its name and its body."""
+        """The function with its parameters and directives, which stand between its name and its
+        body."""
         returned = self.variables(results or "", start)
         parameters = function.parameters
         if self.skip_space() and self.starts("("):
@@ -679,7 +683,7 @@ class _Reader:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """White space instead of a comment; a string stays."""
+    """White space instead of a comment; strings stay unchanged."""
     if match[2] is not None:
         line = 1 + match.string.count("\n", 0, match.start())
         raise PtxSyntaxError("the text ends inside a comment: no '*/' follows", line)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class ScalarType:
     """A PTX fundamental type.
 
-    size: bytes of one value. kind: s signed, u unsigned, b bits, f a float that NumPy has, x any
-    other (bf16, packed pairs, tf32), which is held as the unsigned integer of its width, p bool.
+    `size`: bytes of one value. `kind`: s for signed, u for unsigned, b for bits, f for a float that
+    NumPy has, p for bool. x is any other type (bf16, packed pairs, tf32), held as the unsigned
+    integer of its width.
     """
 
     name: str

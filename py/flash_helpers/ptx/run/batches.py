@@ -11,10 +11,10 @@ from flash_helpers.ptx.run.execute.scheduler import NO_END, Scheduler
 from flash_helpers.ptx.run.memory.regions import DeviceMemory
 
 _PATIENCE = 10_000
-"""Instructions of a warp after which a batch is asked whether it waits; then after twice as many,
-and so on."""
+"""Instructions per warp after which a batch is first asked whether it waits; the number
+doubles each time."""
 _TURN = 1_000
-"""Instructions of a warp after which it is the next batch's turn, where several have begun."""
+"""Instructions per warp after which the next batch has its turn, where several have begun."""
 
 _FAIRNESS_OF_WAITING = 8
 """As `Scheduler.fairness`, of batches with threads that spin."""
@@ -24,8 +24,8 @@ Index = tuple[int, int, int]
 
 def most_resident(target: str, threads: int, shared_bytes: int) -> int:
     """Blocks that the largest GPU of a target holds at once, as far as their threads and shared
-    memory limit it: PTX does not tell how many registers they take. shared_bytes: of a block.
-    Without limit for a target whose limits are not known."""
+    memory limit it: PTX does not tell how many registers they take. `shared_bytes`: shared memory
+    per block. There is no limit for a target whose limits are not known."""
     capability = gpu.capability_of(target)
     if capability not in gpu.LIMITS or capability not in gpu.MOST_SMS:
         return sys.maxsize
@@ -50,12 +50,12 @@ def run_batches(
     """Runs all blocks, in their order.
 
     A block may wait for a later one only if a GPU holds both at once. So where all threads that
-    have begun wait for global memory to change, further blocks begin, until as many are resident
-    as the GPU holds. per_batch: blocks that begin together. most: that are resident at once.
-    begin: makes what runs some blocks. ended: called with the number of blocks that have. cluster:
-    so many blocks in a row begin together, whatever the numbers above.
+    have begun wait for global memory to change, further blocks begin, until as many are resident as
+    the GPU holds. `per_batch`: blocks that begin together. `most`: most blocks that are resident at
+    once. `begin`: makes the runner of some blocks. `ended`: called with the number of blocks that
+    have ended. `cluster`: blocks that begin together in any case.
 
-    Raises NotResidentError where those wait too, and blocks are left.
+    Raises NotResidentError where all resident blocks wait and blocks are left.
     """
     per_batch = -(-per_batch // cluster) * cluster
     resident: list[Scheduler] = []
@@ -73,7 +73,7 @@ def run_batches(
                 ended(len(scheduler.machine.geometry.blocks))
         if not left or not resident:
             continue
-        # A thread that counts how often it asked does not come back to where it was.
+        # A thread that counts its own attempts does not return to an earlier state.
         if not all(s.is_late for s in resident) and not _all_wait(resident, memory):
             patience *= 2
             continue
@@ -90,7 +90,7 @@ def run_batches(
 
 
 def _take(left: list[Index], count: int) -> tuple[Index, ...]:
-    """The next blocks, of those that are left in reverse."""
+    """The next blocks, from the end of the reversed list of blocks that are left."""
     return tuple(left.pop() for _ in range(min(count, len(left))))
 
 

@@ -1,4 +1,4 @@
-"""Which thread of which block every lane of a batch is."""
+"""The map from lanes of a batch to threads and blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import Thread
 
 Lanes = TypeVar("Lanes", np.ndarray, int)
-"""Numbers of lanes in the batch, or what belongs to each of them."""
+"""Numbers of lanes in the batch, or a value for each of them."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which thread every lane of a batch is: lane = (warp * blocks + block) * 32 + lane of the
-    warp, so that one warp of all blocks is a slice of the lanes.
+    """The thread of every lane of a batch: lane = (warp * blocks + block) * 32 + lane of the warp,
+    so that one warp of all blocks is a slice of the lanes.
 
-    blocks: `ctaid` of each, those of a cluster side by side in the order of their ranks. threads:
-    of a block. cluster: blocks of a cluster.
+    `blocks`: `ctaid` of each block; the blocks of a cluster stand side by side in the order of
+    their ranks. `threads`: threads per block. `cluster`: blocks per cluster.
     """
 
     blocks: tuple[tuple[int, int, int], ...]
@@ -66,7 +66,7 @@ class Geometry:
         return lanes // (WARP * len(self.blocks))
 
     def thread_of(self, lanes: Lanes) -> Lanes:
-        """Linear thread index of each lane in its block; of lanes beyond its threads too."""
+        """Linear thread index of each lane in its block, also for lanes beyond its threads."""
         return self.warp_of(lanes) * WARP + lanes % WARP
 
     def cluster_of(self, lanes: Lanes) -> Lanes:
@@ -82,7 +82,7 @@ class Geometry:
         return self.rank_of(lanes) * self.lanes_per_block + self.thread_of(lanes)
 
     def lane_of(self, block: Lanes | int, thread: Lanes) -> Lanes:
-        """The lane that a thread of a block is; the inverse of `block_of` and `thread_of`."""
+        """The lane of a thread of a block; the inverse of `block_of` and `thread_of`."""
         return (thread // WARP * len(self.blocks) + block) * WARP + thread % WARP
 
     def lane_at(self, cluster: Lanes | int, place: Lanes) -> Lanes:
@@ -91,10 +91,10 @@ class Geometry:
         return self.lane_of(cluster * self.cluster + rank, thread)
 
     def lanes_of(self, block: int) -> np.ndarray:
-        """All lanes of a block, in the order of its threads, those beyond them included."""
+        """All lanes of a block, in the order of its threads, lanes beyond its threads included."""
         return self.lane_of(block, np.arange(self.lanes_per_block))
 
     def thread(self, lane: int | np.integer) -> Thread:
-        """The thread that a lane of the batch is."""
+        """The thread of a lane of the batch."""
         lane = int(lane)
         return Thread(self.blocks[self.block_of(lane)], self.warp_of(lane), lane % WARP)

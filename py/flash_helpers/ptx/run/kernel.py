@@ -35,8 +35,8 @@ from flash_helpers.ptx.run.watch.faults import FaultLog
 Progress = Callable[[int, int], None]
 
 _BATCH_LANES = 2048
-"""Lanes run together, about: enough to hide the cost of a NumPy call, few enough to stay in
-cache."""
+"""Approximate number of lanes that run together: enough to hide the cost of a NumPy call, few
+enough to stay in cache."""
 
 _CODE_BASE = 0x7B00_0000_0000
 """Address of the first function: they can be stored and compared, not read."""
@@ -49,8 +49,9 @@ DEFAULT_MAX_INSTRUCTIONS = 20_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """A finished launch. n_blocks: that have run. faults: those that `keep_going` collected, and
-    lints: what is suspicious, if it was asked for; one for each instruction and kind."""
+    """A finished launch. `n_blocks`: number of blocks that have run. `faults`: faults that
+    `keep_going` collected. `lints`: suspicious operations, if they were asked for. There is one
+    fault or lint per instruction and kind."""
 
     kernel: str
     n_blocks: int
@@ -82,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a module. function: without calls.
+    """One entry of a module. `function`: its function, with all calls replaced.
 
     Raises PtxSyntaxError if a variable that it names cannot be read.
     """
@@ -112,8 +113,8 @@ class Kernel:
 
     @cached_property
     def _variables(self) -> list[Variable]:
-        """The function's own, and those of the module that it names, or whose address the initial
-        value of one of these holds."""
+        """The function's own variables, and those of the module that it names or whose address is
+        in an initial value of one of these."""
         functions, own = self.module.functions, self.function.variables
         local = {v.name for v in own}
         found: dict[str, Variable] = {}
@@ -169,37 +170,39 @@ class Kernel:
         output: TextIO | None = None,
         seed: int | None = None,
     ) -> Run:
-        """Runs the kernel; returns what was counted, and the faults if they were collected.
+        """Runs the kernel; returns the counts, and the faults if they were collected.
 
-        grid: blocks in x, y and z. block: threads of a block in x, y and z. shared_bytes: dynamic
-        shared memory of a block. args: one value for each parameter: a number, of Python or NumPy,
-        or bytes for a structure passed by value. memory: the global memory that pointers among them
-        refer to. cluster: blocks of a cluster in x, y and z, which divide those of the grid; None
-        for what the kernel is compiled for (`__cluster_dims__`), or no clusters. More than 8 are
-        run too, though a GPU wants cudaFuncAttributeNonPortableClusterSizeAllowed for them.
-        keep_going: collect faults in `Run.faults` rather than raise the first one.
-        strict_barriers: a barrier that waits for the whole block is a fault if a thread has ended
-        before it; from compute capability 7.0 on it waits for the others only. strict_wgmma: a
-        wgmma.wait_group waits for its own warp's part of the products alone, not for that of the
-        warpgroup. lints: collect in `Run.lints` what is legal and suspicious (`errors.Lint`).
-        registers: of a thread when the kernel begins, as ptxas reports them, for
-        setmaxnreg; by its directives if None (`register_pool.entry_registers`).
-        max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
-        the number of blocks done and the number of blocks. observer: is shown registers and shared
-        memory while the kernel runs. target: compute capability whose limits the launch must keep,
-        such as sm_90a; the module's own if None. before: a run of this kernel whose counts and
-        faults this one goes on with; it is used up. output: what the kernel's printf writes to, in
-        place of standard output. seed: bulk copies and products of wgmma complete at
-        random times, and mbarrier.try_wait gives up at random, by this; without it they complete as
-        late as can be.
+        `grid`: blocks in x, y and z. `block`: threads per block in x, y and z. `shared_bytes`:
+        dynamic shared memory per block. `args`: one value per parameter: a number of Python or
+        NumPy, or bytes for a structure passed by value. `memory`: the global memory to which
+        pointers among them refer. `cluster`: blocks per cluster in x, y and z, which divide those
+        of the grid. None takes the clusters that the kernel is compiled for (`__cluster_dims__`),
+        if any. Clusters of more than 8 blocks are run too, though a GPU needs
+        cudaFuncAttributeNonPortableClusterSizeAllowed for them. `registers`: registers per thread
+        when the kernel begins, as ptxas reports them, for setmaxnreg; None takes the number from
+        its directives (`register_pool.entry_registers`). `target`: compute capability whose limits
+        the launch must keep, such as sm_90a; None takes the module's own.
+
+        `keep_going`: collect faults in `Run.faults` instead of raising the first one. `lints`:
+        collect legal but suspicious operations in `Run.lints` (`errors.Lint`). `strict_barriers`: a
+        barrier for the whole block is a fault if a thread has ended before it; without it such a
+        barrier waits for the other threads only, as from compute capability 7.0 on. `strict_wgmma`:
+        a wgmma.wait_group waits for its own warp's part of the products alone, not for that of the
+        warpgroup. `seed`: makes bulk copies and products of wgmma complete at random times, and
+        mbarrier.try_wait give up at random; without it they complete as late as possible.
+        `max_instructions`: a warp that runs more raises InstructionLimitError.
+
+        `progress`: called with the number of blocks done and the number of blocks. `observer`: sees
+        registers and shared memory while the kernel runs. `before`: a run of this kernel whose
+        counts and faults this run continues; it cannot be used again. `output`: stream of the
+        kernel's printf, by default standard output.
 
         A kernel that synchronises its grid (it reads %envreg1 and 2, as cooperative groups do) is
         launched cooperatively: all of its blocks are resident together.
 
-        Raises LaunchError for a launch that cannot exist, before anything has run;
-        UnsupportedInstruction as soon as a thread reaches an instruction that is not known, so that
-        what is written before that stays in memory; SimulatorError for a fault of the kernel,
-        unless keep_going.
+        Raises LaunchError for an impossible launch, before anything has run. Raises
+        UnsupportedInstruction as soon as a thread reaches an unknown instruction; earlier writes
+        stay in memory. Raises SimulatorError for a fault of the kernel, unless keep_going.
         """
         memory = DeviceMemory() if memory is None else memory
         launch = self._launch(
@@ -275,8 +278,8 @@ class Kernel:
         )
 
     def _variables_in(self, memory: DeviceMemory, others: Mapping[str, int]) -> dict[str, int]:
-        """Puts the variables of global and constant memory there; their addresses, and those of
-        functions. others: addresses of symbols that initial values may name."""
+        """Allocates the variables of global and constant memory; returns their addresses, and those
+        of functions. `others`: addresses of symbols that initial values may name."""
         variables = [v for v in self._variables if v.space in ("global", "const")]
         code = {name: _CODE_BASE + _CODE_SIZE * i for i, name in enumerate(self.module.functions)}
         addresses = {v.name: memory.allocate(max(v.size, 1), v.alignment) for v in variables}
@@ -287,7 +290,8 @@ class Kernel:
 
     @cached_property
     def _shared_accesses(self) -> tuple[int, bool]:
-        """Bytes of the narrowest access that may be to shared memory; whether one is strong."""
+        """Bytes of the narrowest access that may be to shared memory, and whether any such access
+        is strong."""
         narrowest, strong = 16, False
         for instruction in self.function.instructions:
             name = instruction.name
@@ -329,7 +333,8 @@ def _run_blocks(
     begin: Callable[[Sequence[Three]], Scheduler],
     progress: Progress | None,
 ) -> int:
-    """Runs all blocks of a launch; how many there are. begin: makes what runs some of them."""
+    """Runs all blocks of a launch; returns their number. `begin`: makes the runner of some
+    blocks."""
     blocks = _by_cluster(launch.grid, launch.cluster or (1, 1, 1))
     threads, done = math.prod(launch.block), 0
     n_batches = max(1, round(len(blocks) * aligned(threads, gpu.WARP) / _BATCH_LANES))

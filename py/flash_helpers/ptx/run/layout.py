@@ -1,4 +1,4 @@
-"""Where the variables, parameters and arguments of a kernel lie in their state spaces."""
+"""Layout of a kernel's variables, parameters and arguments in their state spaces."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WORD = 32
 
 
 def aligned(value: int, alignment: int) -> int:
-    """The least multiple of an alignment from a value on."""
+    """The least multiple of an alignment that is at least a value."""
     return -(-value // alignment) * alignment
 
 
 def placed(variables: Sequence[Variable]) -> tuple[dict[str, int], int]:
-    """Offsets of variables one after the other, and where the last one ends."""
+    """Offsets of variables one after the other, and the end of the last one."""
     offsets, end = {}, 0
     for variable in variables:
         offsets[variable.name] = aligned(end, max(variable.alignment, 1))
@@ -50,7 +50,7 @@ def pack(function: Function, args: Sequence[Argument]) -> tuple[np.ndarray, dict
 
 
 def initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:
-    """Writes the initial value of a variable to global memory. symbols: addresses by name."""
+    """Writes the initial value of a variable to global memory. `symbols`: addresses by name."""
     data = bytearray(variable.initial or b"")
     for stored in variable.addresses:
         address = (symbols[stored.symbol.name] + stored.symbol.offset) >> stored.shift

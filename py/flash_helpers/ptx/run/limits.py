@@ -16,7 +16,7 @@ from flash_helpers.ptx.run.layout import aligned, placed
 Three = tuple[int, int, int]
 
 _MAX_VARIABLE_BYTES = 1 << 30
-"""Limit of the simulator for the global variables that a kernel names, together."""
+"""Limit of the simulator for the total size of the global variables that a kernel names."""
 
 _SPACE_LIMITS = (
     (gpu.MAX_LOCAL_BYTES, "local", "a thread"),
@@ -73,7 +73,8 @@ def check_block(function: Function, grid: Three, block: Three, target: str) -> N
 
 
 def check_memory(variables: Iterable[Variable], static: int, dynamic: int, target: str) -> None:
-    """Refuses more memory than there is. static, dynamic: bytes of shared memory per block."""
+    """Refuses more memory than the target has. `static`, `dynamic`: bytes of shared memory per
+    block."""
     most = gpu.SMEM_BYTES[gpu.capability_of(target)]
     total = static + dynamic
     if total > most:
@@ -91,7 +92,7 @@ def check_memory(variables: Iterable[Variable], static: int, dynamic: int, targe
 def cluster_of(
     function: Function, given: Sequence[int] | int | None, grid: Three, target: str
 ) -> Three | None:
-    """Blocks of a cluster, as the launch or the kernel says (PTX ISA 9.0, "Cluster Dimension
+    """Blocks per cluster, from the launch or the kernel (PTX ISA 9.0, "Cluster Dimension
     Directives")."""
     directives = function.directives
     if "blocksareclusters" in directives:

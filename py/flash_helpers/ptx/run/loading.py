@@ -18,7 +18,7 @@ from flash_helpers.ptx.run.kernel import Kernel
 
 @dataclass(frozen=True)
 class PtxModule:
-    """A loaded PTX file. file: its path, for messages."""
+    """A loaded PTX file. `file`: its path, for messages."""
 
     module: Module
     file: str = "PTX"
@@ -30,11 +30,11 @@ class PtxModule:
 
     def kernel(self, name: str) -> Kernel:
         """The entry of this name, mangled or as in C++ (white space does not matter), with its
-        namespaces and parameters or without ("scale<float>"); or else the only entry whose name
+        namespaces and parameters or without ("scale<float>"); otherwise the only entry whose name
         contains it.
 
-        Raises LaunchError if no entry fits, or several do; PtxSyntaxError if something cannot be
-        read in the kernel, a function that it calls, or a variable that it names.
+        Raises LaunchError if no entry or several entries match; PtxSyntaxError if the kernel, a
+        function that it calls, or a variable that it names cannot be read.
         """
         function = self._entry(name)
         try:
@@ -62,8 +62,8 @@ class PtxModule:
 
 
 def _names(symbol: str) -> tuple[str, ...]:
-    """Names of a symbol in C++, without white space: all of it; without result and
-    parameters; without namespaces."""
+    """Names of a symbol in C++, without white space: the whole name; without result and parameters;
+    without namespaces."""
     whole = demangled(symbol).removeprefix("void ")
     start, end, depth = 0, len(whole), 0
     for i, character in enumerate(whole):
@@ -76,7 +76,7 @@ def _names(symbol: str) -> tuple[str, ...]:
 
 
 def _called(module: Module, function: Function) -> Iterator[Function]:
-    """The function, and all that it may call, directly or not."""
+    """The function, and all functions that it may call, directly or not."""
     found, todo = {function.name}, [function]
     while todo:
         function = todo.pop()
@@ -95,14 +95,14 @@ def _is_text(source: str) -> bool:
 
 
 def load_ptx(source: str | bytes | Path) -> PtxModule:
-    """Reads PTX, given as text, as the bytes of one (which may end with NUL), or as the path of a
-    file. A string of one line is text if it begins with `.version`, comments aside, else a path.
+    """Reads PTX, given as text, as bytes (which may end with NUL), or as the path of a file. A
+    string of one line is text if it begins with `.version`, comments aside, else a path.
 
-    What is not understood inside a function or a variable refuses the kernels that use it, when
-    they are asked for (`PtxModule.kernel`); the others are not concerned.
+    A function or variable with unknown syntax is an error only for kernels that use it, when they
+    are asked for (`PtxModule.kernel`).
 
-    Raises PtxSyntaxError for what is no whole PTX module, NotPtxError for content of another kind,
-    OSError for a file that cannot be read.
+    Raises PtxSyntaxError for a text that is no complete PTX module, NotPtxError for content of
+    another kind, OSError for a file that cannot be read.
     """
     if isinstance(source, str) and _is_text(source):
         source = source.encode(errors="replace")

@@ -1,4 +1,4 @@
-"""The state of a batch of blocks, and how operands are bound to it.
+"""The state of a batch of blocks, and the binding of operands to it.
 
 Every register is an array over the lanes of all warps of the batch. An instruction is turned once
 into two Python callables: one that runs it on all lanes, with the arrays already chosen, and one
@@ -70,10 +70,10 @@ class Action:
 class Wait:
     """An instruction at which lanes sleep until something has happened.
 
-    is_ready: for each of some lanes, whether it may execute the instruction now. reason: of lanes
-    of one block that may not, whom or what they wait for, in words. give_up: lets lanes execute it
-    all the same, with what it does when its time is up; None for what waits for ever. is_patient:
-    that happens only where nobody can go on otherwise.
+    `is_ready`: returns for each of some lanes whether it may execute the instruction now. `reason`:
+    returns what waiting lanes of one block wait for, in words. `give_up`: lets lanes execute it
+    with its timeout result; None for an instruction that waits forever. `is_patient`: it gives up
+    only if no thread can go on otherwise.
     """
 
     is_ready: Callable[[np.ndarray], np.ndarray]
@@ -86,8 +86,8 @@ class Wait:
 class Alu:
     """An instruction that computes registers from registers.
 
-    results, sources: operands, each with its PTX type. compute: takes one array for each source and
-    returns one for each result, elementwise over the lanes.
+    `results`, `sources`: operands, each with its PTX type. `compute`: takes one array per source
+    and returns one array per result, elementwise over the lanes.
     """
 
     results: tuple[tuple[Operand, str], ...]
@@ -96,8 +96,8 @@ class Alu:
 
     @classmethod
     def of(cls, instruction: Instruction, compute: Computes, *types: str) -> Alu:
-        """An instruction whose operands are one result and its sources. types: of each operand;
-        the last one serves for all that are left."""
+        """An instruction whose operands are one result and its sources. `types`: type of each
+        operand; the last type also serves for the remaining operands."""
         rest = itertools.repeat(types[-1])
         typed = zip(instruction.operands, itertools.chain(types, rest), strict=False)
         result, *sources = typed
@@ -108,16 +108,19 @@ class Alu:
 class Launch:
     """The data that all blocks of a launch share.
 
-    cluster: blocks of a cluster in x, y and z; None for a launch without. shared_bytes: of a block,
-    static and dynamic. parameters: their bytes, uint8. symbols: addresses of variables, each in its
-    own state space; of functions, which can only be stored. local_bytes: of one thread. granule:
-    bytes of the narrowest shared access. has_flags: whether strong accesses to shared memory may
-    order others. scratch: where in shared memory what the system reserves begins, behind all else;
-    None if the kernel does not ask. workspace: address of the memory that a grid synchronises
-    through; 0 if it does not. seed: of the order in which asynchronous work is done; None for as
-    late as can be. strict_wgmma: each warp retires the products of `wgmma` alone. registers: of a
-    thread, when the kernel begins; None if not known. lints: what is suspicious is collected.
-    output: what printf writes to; None for standard output.
+    `cluster`: blocks per cluster in x, y and z; None for a launch without clusters. `shared_bytes`:
+    shared memory per block, static and dynamic. `parameters`: their bytes, uint8. `symbols`:
+    addresses of variables, each in its own state space, and of functions, which can only be stored.
+    `local_bytes`: local memory per thread. `granule`: bytes of the narrowest shared access.
+    `has_flags`: whether strong accesses to shared memory may order other accesses.
+
+    `scratch`: offset of the part of shared memory that the system reserves, behind all variables;
+    None if the kernel does not ask for it. `workspace`: address of the memory through which a grid
+    synchronises; 0 if it does not. `seed`: seed of the order in which asynchronous work is done;
+    None does it as late as possible. `strict_wgmma`: each warp retires the products of `wgmma`
+    alone. `registers`: registers per thread when the kernel begins; None if not known. `lints`:
+    whether suspicious operations are collected. `output`: stream of printf; None for standard
+    output.
     """
 
     grid: tuple[int, int, int]
@@ -149,13 +152,13 @@ def pick(array: np.ndarray, selection: Selection) -> np.ndarray:
 
 
 def _has_agents(program: Program) -> bool:
-    """Whether it has instructions of TMA or wgmma."""
+    """Whether the kernel has instructions of TMA or wgmma."""
     marks = {"wgmma": "sync", "cp": "bulk", "st": "async"}
     return any(i.name in marks and i.has(marks[i.name]) for i in program.instructions)
 
 
 def _tensor_maps(data: np.ndarray) -> np.ndarray:
-    """Where in bytes tensor maps are."""
+    """Positions of tensor maps in bytes."""
     words = data[: data.size // 8 * 8].view(np.uint64)[:: TENSOR_MAP_ALIGNMENT // 8]
     magic = np.frombuffer(TENSOR_MAP_MAGIC, np.uint64)
     return np.flatnonzero(words == magic) * TENSOR_MAP_ALIGNMENT
@@ -238,11 +241,11 @@ class Machine:
         # Threads of each warp that have not ended.
         self._live = (self.thread_ids < geometry.threads).reshape(-1, WARP).sum(axis=1)
         self.position = 0
-        """Index of the instruction that is being bound."""
+        """Index of the instruction that is currently being bound."""
         self.refused: set[int] = set()
-        """Those of instructions that cannot be run."""
+        """Indices of instructions that cannot be run."""
         self.waits: dict[int, Wait] = {}
-        """By the index of the instruction, set while it is bound."""
+        """Waits by the index of the instruction, set while it is bound."""
         self._registers = self._allocate_registers()
         self._specials: dict[str, np.ndarray] = {}
         self.carry = np.zeros(self.lanes, np.uint32)
@@ -286,38 +289,38 @@ class Machine:
     # -- operands ----------------------------------------------------------------------------------
 
     def instruction(self) -> Instruction:
-        """The one that is being bound."""
+        """The instruction that is being bound."""
         return self.program.instructions[self.position]
 
     def unsupported(self, reason: str = "") -> UnsupportedInstruction:
-        """The error that refuses it."""
+        """The error that refuses the current instruction."""
         instruction = self.instruction()
         return UnsupportedInstruction(instruction.opcode, instruction.line, reason)
 
     def one_of(self, names: Collection[str]) -> str:
-        """The modifier that is one of these; refuses an instruction without any."""
+        """The modifier that is in `names`; refuses an instruction without any."""
         found = self.instruction().first(names)
         if found is None:
             raise self.unsupported(f"one of {', '.join(names)} is due")
         return found
 
     def elements(self, operand: Operand, count: int) -> tuple[Operand, ...]:
-        """The registers of a vector, or the only one."""
+        """The registers of a vector, or the only register."""
         found = operand.elements if isinstance(operand, Vector) else (operand,)
         if len(found) != count:
             raise self.unsupported(f"{len(found)} registers where {count} are due")
         return found
 
     def register(self, operand: Operand) -> np.ndarray:
-        """The bits of a register, one element a lane."""
+        """The bits of a register, one element per lane."""
         if not isinstance(operand, Register):
             raise self.unsupported("a register is expected")
         return self._registers[operand.name]
 
     def source(self, operand: Operand, type_name: str) -> np.ndarray:
-        """A source as an array of the type: one element a lane, or one for all lanes.
+        """A source as an array of the type: one element per lane, or one for all lanes.
 
-        Of a predicate with `!` it is the register all the same: the complement is the caller's.
+        For a predicate with `!` it is the register itself: the caller takes the complement.
         """
         if isinstance(operand, Register):
             if operand.negated and type_name != "pred":
@@ -363,8 +366,8 @@ class Machine:
         return np.array([int(operand.value) & mask], f"u{scalar.size}").view(dtype_of(scalar.name))
 
     def predicate(self, operand: Operand) -> Callable[[Selection], np.ndarray]:
-        """A predicate, or its complement where the operand says `!`, of the selected lanes; one
-        value if all have the same."""
+        """A predicate of the selected lanes, or its complement where the operand has `!`; one value
+        if all lanes have the same."""
         array = self.source(operand, "pred")
         if isinstance(operand, Register) and operand.negated:
             return lambda selection: ~pick(array, selection)
@@ -377,8 +380,8 @@ class Machine:
         return self.launch.symbols[operand.name] + operand.offset
 
     def destination(self, operand: Operand, type_name: str) -> np.ndarray:
-        """Where a result of the type goes: the register seen as that type, or as the wider type
-        that the result is extended to. A sink has an array of its own, which nobody reads."""
+        """The array for a result of the type: a view of the register as that type, or as the wider
+        type that the result is extended to. A sink has an array of its own, which is never read."""
         if isinstance(operand, Sink):
             shape = (self.lanes, 2) if type_name == B128 else self.lanes
             return np.empty(shape, dtype_of(type_name))
@@ -390,13 +393,13 @@ class Machine:
         return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.dtype.itemsize}")
 
     def destinations(self, operand: Operand, *types: str) -> list[np.ndarray]:
-        """Destinations of the two results of `a|b`; of a single operand, the second goes
+        """Destinations of the two results of `a|b`; for a single operand, the second goes
         nowhere."""
         pair = (operand.first, operand.second) if isinstance(operand, Pair) else (operand, Sink())
         return [self.destination(o, t) for o, t in zip(pair, types, strict=True)]
 
     def special(self, name: str) -> np.ndarray:
-        """A special register, one element a lane."""
+        """A special register, one element per lane."""
         if name not in self._specials:
             self._specials[name] = self._special(name)
         return self._specials[name]
@@ -408,7 +411,7 @@ class Machine:
 
     @cached_property
     def absent_lanes(self) -> np.ndarray:
-        """For each lane, a mask of the lanes that its warp lacks, as a block's last one may."""
+        """For each lane, a mask of the lanes that its warp lacks, as a block's last warp may."""
         return warp_masks(self.thread_ids >= self.geometry.threads)
 
     @cached_property
@@ -487,7 +490,7 @@ class Machine:
     # -- binding -----------------------------------------------------------------------------------
 
     def bind_alu(self, alu: Alu) -> Action:
-        """The action that runs it."""
+        """The action that runs an `Alu`."""
         sources = [self.source(operand, type_name) for operand, type_name in alu.sources]
         negated = [
             i
@@ -531,7 +534,7 @@ class Machine:
         return self.lane_ids[selection]
 
     def counted(self, selection: Selection) -> np.ndarray | None:
-        """The selected lanes in the form that counting takes: None for all of whole warps."""
+        """The selected lanes in the form that counting takes: None for all lanes of whole warps."""
         if isinstance(selection, slice):
             first, end, _ = selection.indices(self.lanes)
             if first % WARP == 0 and end % WARP == 0:

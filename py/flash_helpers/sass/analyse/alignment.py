@@ -1,5 +1,5 @@
-"""Pairing of the elements of two sequences: longest common subsequences, by bits of
-Python's whole numbers, exact and quick; and matching in rounds, with what moved told apart."""
+"""Pairing of the elements of two sequences: longest common subsequences, by bits of Python's whole
+numbers, exact and quick; and matching in rounds, with moved elements told apart."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def gaps(pairs: Sequence[tuple[int, int]], n_a: int, n_b: int) -> list[tuple[ran
 class Matching:
     """Pairs of elements of two sequences, found round by round; an index stands for an element.
 
-    partner: of one of the second sequence, the one of the first. moved: of the second sequence,
-    those whose partner stands elsewhere. free: of each sequence, those without a partner. In every
-    round a key of None matches nothing.
+    `partner`: for elements of the second sequence, their partners in the first. `moved`: elements
+    of the second sequence whose partner stands elsewhere. `free`: for each sequence, the elements
+    without a partner. In every round a key of None matches nothing.
     """
 
     def __init__(
         self, phases: Sequence[Sequence[Hashable]], orders: Sequence[Sequence[int]]
     ) -> None:
-        """phases: what the elements of each sequence are part of. orders: the indices of each
-        sequence in the order in which what moved is looked for."""
+        """`phases`: the phase of each element of each sequence. `orders`: the indices of each
+        sequence in the order in which moved elements are searched."""
         self._phases, self._orders = phases, orders
         self.free = [set(order) for order in orders]
         self.partner: dict[int, int] = {}
@@ -84,8 +84,8 @@ class Matching:
             self.free[1].remove(j)
 
     def align(self, keys: Keys) -> None:
-        """Match what is free and has equal keys, phase by phase, in order: nothing crosses what is
-        in place already."""
+        """Match free elements with equal keys, phase by phase, in order: no new pair crosses a pair
+        that is in place already."""
         before, after = self._phases
         placed = sorted((i, j) for j, i in self.partner.items() if j not in self.moved)
         for stretches in gaps(placed, len(before), len(after)):
@@ -104,7 +104,7 @@ class Matching:
             self.free[1].add(j)
 
     def relocate(self, keys: Keys) -> None:
-        """Match what is free and has equal keys wherever it stands, those of one phase first."""
+        """Match free elements with equal keys wherever they stand, pairs within one phase first."""
         before, after = self._phases
         for same_phase in (True, False):
             a, b = self._waiting(keys, self._orders)

@@ -1,11 +1,11 @@
 """Lower bounds from the text of a kernel, for a loop and for a launch.
 
-Units. A pipe's cost is in cycles of an SM for one warp instruction (see `opcodes`). Added up over a
-loop's body it is what one iteration of one warp takes from the pipe, and no arrangement of warps
-makes it less: an SM that runs `w` warps needs `w` times that for an iteration of all of them. The
-same holds for issuing, 0.25 cycles an instruction. Latency is different: it is what one warp needs
-for an iteration when nobody is in its way, and warps wait side by side. So an iteration of all
-resident warps takes at least
+Units. A pipe's cost is in cycles of an SM for one warp instruction (see `opcodes`). The sum over a
+loop's body is the cost of one iteration of one warp on the pipe, and no arrangement of warps makes
+it less: an SM that runs `w` warps needs `w` times that for an iteration of all of them. The same
+holds for issuing, at 0.25 cycles per instruction. Latency is different: it is the time of one
+iteration of a warp that runs alone, and warps wait side by side. So an iteration of all resident
+warps takes at least
 
     max(w * cycles of the busiest pipe, w * cycles of issuing, latency of a warp)
 
@@ -38,9 +38,11 @@ _REGISTER = re.compile(r"\bR(\d+)\b")
 
 @dataclass(frozen=True)
 class CostRow:
-    """The instructions of one class that have one cost. cycles: for each, None if not known.
+    """The instructions of one class that have one cost. `cycles`: cycles per instruction, None if
+    not known.
 
-    source: of the number, "" if it is not known. certain: False where the source is a guess.
+    `source`: the source of the cost, "" if it is not known. `certain`: False where the source is a
+    guess.
     """
 
     name: str
@@ -55,11 +57,12 @@ class CostRow:
 class Bound:
     """The demand of one warp in one pass through a loop's body, or through a whole kernel.
 
-    rows: by class and cost, the most cycles first, unknown costs last. issued: instructions, filler
-    included. pipes: cycles of the SM by pipe, of the instructions whose cost is known. issue:
-    cycles of the SM. stall: cycles that the control words alone make the warp take. tensor_chain:
-    most HMMA of which each adds to the result of the one before it. straight: every
-    block counted is executed each time; otherwise these are no bounds, but the cost of the text.
+    `rows`: rows by class and cost, the most cycles first, unknown costs last. `issued`:
+    instructions, filler included. `pipes`: cycles of the SM by pipe, of the instructions whose cost
+    is known. `issue`: cycles of the SM. `stall`: cycles that the control words alone make the warp
+    take. `tensor_chain`: length of the longest chain of HMMA in which each adds to the result of
+    the one before it. `straight`: every block counted is executed each time; otherwise the numbers
+    are no bounds, but the cost of the text.
     """
 
     rows: tuple[CostRow, ...]
@@ -77,8 +80,8 @@ class Bound:
 
     @property
     def tells_tensor(self) -> bool:
-        """Whether the costs of all tensor instructions are known. Without them these are no bounds:
-        what takes longest is left out."""
+        """Whether the costs of all tensor instructions are known. Without them the numbers are no
+        bounds: the costliest instructions would be left out."""
         return all(row.cycles is not None for row in self.rows if row.name == opcodes.TENSOR)
 
     @property
@@ -90,11 +93,11 @@ class Bound:
 
     @property
     def latency(self) -> int:
-        """Cycles that a warp needs at least, alone: its stalls, or the chain at lowest latency."""
+        """Least cycles that a warp needs alone: its stalls, or the chain at lowest latency."""
         return max(self.stall, self.chain_cycles[0])
 
     def cycles(self, warps: int) -> dict[str, float]:
-        """Lower bounds for a pass of so many warps of an SM, in cycles: by pipe, "issue" and
+        """Lower bounds, in cycles, for a pass of a number of warps on one SM: by pipe, "issue" and
         "latency", the highest first."""
         found = {name: warps * cycles for name, cycles in self.pipes.items()}
         found[ISSUE] = warps * self.issue
@@ -104,7 +107,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Chip:
-    """The GPU that a launch runs on. sms: multiprocessors. mhz: their clock."""
+    """The GPU that a launch runs on. `sms`: multiprocessors. `mhz`: their clock."""
 
     sms: int
     mhz: float
@@ -114,9 +117,9 @@ class Chip:
 class Launch:
     """A launch of a kernel.
 
-    threads, dynamic_smem_bytes: of a block. blocks: of the grid. operations: floating-point
-    operations that it takes; None if that is not known. problem: its sizes and options by name.
-    words: the same for readers.
+    `threads`, `dynamic_smem_bytes`: threads and dynamic shared memory per block. `blocks`: blocks
+    of the grid. `operations`: floating-point operations that it takes; None if not known.
+    `problem`: its sizes and options by name. `words`: the problem in words.
     """
 
     threads: int
@@ -142,9 +145,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The least that a launch can take, by what limits it. The true time is longer.
+    """The least time of a launch by each limit. The true time is longer.
 
-    milliseconds: by pipe, "issue" and "latency", the highest first. resident: warps of an SM.
+    `milliseconds`: least time by pipe, "issue" and "latency", the highest first. `resident`:
+    resident warps per SM.
     """
 
     launch: Launch
@@ -159,18 +163,19 @@ class Prediction:
 
     @property
     def least_ms(self) -> float:
-        """Milliseconds that the launch takes at least."""
+        """Least time of the launch in milliseconds."""
         return next(iter(self.milliseconds.values()))
 
     @property
     def most_tflops(self) -> float | None:
-        """10^12 floating-point operations a second at most."""
+        """Most 10^12 floating-point operations per second."""
         operations = self.launch.operations
         return None if operations is None else operations / (self.least_ms * 1e-3) / 1e12
 
 
 def loop_bound(kernel: Kernel, loop: Loop) -> Bound:
-    """One pass through a loop's body, each block once, without those that only wait."""
+    """The bound of one pass through a loop's body, each block once, without blocks that only
+    wait."""
     body = loop.blocks - cold_blocks(kernel, loop)
     times = [int(block.index in body) for block in kernel.blocks]
     inside = (set(kernel.blocks[n].successors) & body - {loop.header, n} for n in body)
@@ -178,15 +183,15 @@ def loop_bound(kernel: Kernel, loop: Loop) -> Bound:
 
 
 def kernel_bound(kernel: Kernel, trips: Mapping[int, int]) -> Bound:
-    """All that one warp executes. trips: as `phases.block_executions` takes them, and it raises as
-    that does."""
+    """The bound of all instructions that one warp executes. `trips`: trips of the loops, as in
+    `phases.block_executions`, whose errors it raises."""
     return _bound(kernel, block_executions(kernel, trips), straight=True)
 
 
 def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip) -> Prediction:
-    """The least time of a launch: that of an SM that gets as many blocks as the busiest one does.
+    """The least time of a launch: the time of the SM with the most blocks.
 
-    trips: of the loops, as `phases.block_executions` takes them.
+    `trips`: trips of the loops, as in `phases.block_executions`.
 
     Raises NotDeterminedError where the text does not tell what is executed, or a tensor instruction
     has no known cost, and SassError for a kernel that does not fit on an SM.
@@ -268,8 +273,8 @@ def _highest_first(numbers: Mapping[str, float]) -> dict[str, float]:
 def _tensor_chain(executed: Sequence[tuple[Instruction, int]]) -> int:
     """Longest chain through the accumulators, in the order of the text.
 
-    A chain goes on through an instruction that changes the register in place, and ends where one
-    writes it without reading it.
+    A chain goes on through an instruction that changes the register in place, and ends at an
+    instruction that writes the register without reading it.
     """
     length: dict[str, int] = {}
     longest = 0

@@ -1,4 +1,5 @@
-"""Counts of instructions by kind, with those that do work told apart. Standard library only."""
+"""Counts of instructions by kind; instructions that do work are told apart from filler and padding.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from flash_helpers.sass.read.records import Instruction, Kernel, Loop, Operation
 class Bucket(Enum):
     """The fate of an instruction.
 
-    EXECUTED: it has no guard, or that of @PT. PREDICATED: a guard decides. FILLER: the guard @!PT
+    EXECUTED: it has no guard, or the guard @PT. PREDICATED: a guard decides. FILLER: the guard @!PT
     or @!UPT turns it off for good; ptxas leaves `@!PT LDS RZ, [RZ]` and `@!UPT UIADD3`. PADDING: it
     fills the section behind the code.
     """
@@ -26,8 +27,8 @@ class Bucket(Enum):
     PADDING = "padding"
 
 
-# What one tensor instruction of the most frequent shape takes, m16n8k16: figures per tensor
-# instruction are figures per so many operations, so that other shapes can stand beside it.
+# Operations of one tensor instruction of the most frequent shape, m16n8k16. Figures per tensor
+# instruction are per this number of operations, so that other shapes are comparable.
 UNIT_OPERATIONS = 4096
 
 WORK = (Bucket.EXECUTED, Bucket.PREDICATED)
@@ -55,9 +56,10 @@ def with_buckets(kernel: Kernel) -> Iterator[tuple[Instruction, Bucket]]:
 class Counts:
     """Numbers of instructions: in the text of a kernel or of a part of it, or executed by a warp.
 
-    by_bucket: all of them. by_opcode, by_base and by_class: the work only, that is what is executed
-    or predicated; most first, the opcode with its modifiers, without them, and its class.
-    tensor_operations: of the tensor instructions; None where an opcode does not tell.
+    `by_bucket`: all instructions. `by_opcode`, `by_base`, `by_class`: executed or predicated
+    instructions only, the most frequent first, by opcode with modifiers, by opcode without them,
+    and by class. `tensor_operations`: operations of the tensor instructions; None where an opcode
+    does not tell.
     """
 
     by_bucket: Mapping[Bucket, int]
@@ -82,13 +84,13 @@ class Counts:
         return self.tensor_operations == self.tensor * UNIT_OPERATIONS
 
     def per_tensor(self, number: float) -> float | None:
-        """A number of instructions for each UNIT_OPERATIONS of the tensor cores; None if there are
-        none, or they are not known."""
+        """A number of instructions per UNIT_OPERATIONS of the tensor cores; None if the tensor
+        operations are zero or not known."""
         return number * UNIT_OPERATIONS / self.tensor_operations if self.tensor_operations else None
 
 
 def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
-    """Count instructions of which the buckets are known, each as often as the number says."""
+    """Count instructions with known buckets, each as often as its number says."""
     by_bucket: Counter[Bucket] = Counter()
     by_opcode: Counter[str] = Counter()
     by_base: Counter[str] = Counter()
@@ -115,10 +117,10 @@ def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
 
 
 def count_executed(kernel: Kernel, times: Sequence[int]) -> Counts:
-    """Count what a warp executes. times: executions of each block.
+    """Count the instructions that a warp executes. `times`: executions of each block.
 
-    Predicated instructions count whatever their guard says, and filler is counted as such, since
-    the warp issues both.
+    Predicated instructions count whether or not their guard holds, and filler is counted as such,
+    since the warp issues both.
     """
     return weigh((i, kind, times[i.block]) for i, kind in with_buckets(kernel) if times[i.block])
 

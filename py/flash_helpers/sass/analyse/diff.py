@@ -38,7 +38,7 @@ _NAMESPACE = re.compile(r"_ZN(?P<length>\d+)(?P<rest>\w+)")
 
 
 class Likeness(str, Enum):
-    """How alike an instruction and its counterpart are."""
+    """Degree of likeness of an instruction and its counterpart."""
 
     IDENTICAL = "identical"
     SCHEDULED = "scheduled otherwise"
@@ -74,7 +74,7 @@ class Side:
 class Change:
     """An instruction before and after; one of the two is None if it was added or removed.
 
-    moved: it stands elsewhere among its neighbours, or in another phase.
+    `moved`: it stands elsewhere among its neighbours, or in another phase.
     """
 
     likeness: Likeness
@@ -91,16 +91,17 @@ class Change:
 
     @property
     def is_news(self) -> bool:
-        """False for what stayed where it was and says the same."""
+        """False for an instruction that stayed in its place and says the same."""
         return self.moved or self.likeness not in ALIKE
 
 
 class Tally(NamedTuple):
     """Instructions of one class in one phase.
 
-    before, after: how many there are. alike: stayed and say the same. changed: stayed, with other
-    operands. moved: stand elsewhere in the phase. moved_out, moved_in: to and from another phase.
-    added, removed: without a counterpart.
+    Each field is a number of instructions. `before`, `after`: all of them. `alike`: those that
+    stayed and say the same. `changed`: those that stayed, with other operands. `moved`: those that
+    stand elsewhere in the phase. `moved_out`, `moved_in`: those that moved to and from another
+    phase. `added`, `removed`: those without a counterpart.
     """
 
     before: int
@@ -116,10 +117,11 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelDiff:
-    """Two kernels, and how each instruction of the one relates to one of the other.
+    """Two kernels, and the relation of each instruction of the one to an instruction of the other.
 
-    changes: in the order of the second kernel, phase by phase; what was removed stands where it
-    was. Padding is left out. by_ptx: False if one of the kernels has no PTX to align them by.
+    `changes`: in the order of the second kernel, phase by phase; removed instructions stand at
+    their old place. Padding is left out. `by_ptx`: False if one of the kernels has no PTX to align
+    them by.
     """
 
     before: Kernel
@@ -136,16 +138,16 @@ class KernelDiff:
 
     @cached_property
     def likenesses(self) -> Counter[Likeness]:
-        """How many instructions are how alike, moved or not."""
+        """Number of instructions by likeness, moved or not."""
         return Counter(change.likeness for change in self.changes)
 
     @property
     def moved(self) -> int:
-        """How many instructions stand elsewhere."""
+        """Number of instructions that stand elsewhere."""
         return sum(change.moved for change in self.changes)
 
     def tallies(self) -> dict[Phase, dict[str, Tally]]:
-        """For each phase and each class of instructions in it, what happened to them."""
+        """The tally of each class of instructions in each phase."""
         found: dict[tuple[Phase, str], Counter[str]] = defaultdict(Counter)
         for change in self.changes:
             for side, name in ((change.before, "before"), (change.after, "after")):
@@ -238,7 +240,7 @@ def block_phases(kernel: Kernel) -> list[Phase]:
 
 @lru_cache(maxsize=2)
 def _sides(kernel: Kernel) -> Sequence[Side]:
-    """All but the padding, phase by phase."""
+    """All instructions but the padding, phase by phase."""
     phase_of = block_phases(kernel)
     sides = [
         Side(
@@ -273,8 +275,8 @@ def _ptx_rows(kernel: Kernel) -> Sequence[_PtxRow] | None:
     return sorted(rows, key=lambda row: _PHASES.index(row.phase))
 
 
-# What identifies the PTX of a line in both kernels: a number that its counterpart has, too, None
-# without one; and its normalised text.
+# The identity of the PTX of a line in both kernels: a number that its counterpart shares, None
+# without a counterpart; and its normalised text.
 _Identities = Mapping[int | None, tuple[int | None, str]]
 
 
@@ -316,14 +318,19 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     """Relate each instruction of one kernel to one of another, padding left out.
 
     The PTX of both is aligned first: within each phase by its text without the numbers of
-    registers, then by its opcodes. Machine code is then paired, each step with what the steps
-    before left: what says the same and came from the same PTX, in order; the same out of order
-    (moved); in order what says the same; what came from the same PTX with the same opcode
-    (changed); and out of order what says the same and came from PTX that reads the same (moved).
+    registers, then by its opcodes. Machine code is then paired in five rounds, each with the
+    instructions that the rounds before left:
+
+    1. instructions that say the same and came from the same PTX, in order;
+    2. the same instructions out of order (moved);
+    3. instructions that say the same, in order;
+    4. instructions from the same PTX with the same opcode (changed);
+    5. instructions that say the same and came from PTX that reads the same, out of order (moved).
 
     Registers are renamed consistently: two instructions say the same if one renaming of all values
-    of the first kernel (`values.one_to_one`) makes the one of the other. Where it does not, they
-    are matched anew, those first that it makes equal; what is then left differs (changed).
+    of the first kernel (`values.one_to_one`) makes the one of the other. Where it does not,
+    instructions are matched anew, those that it makes equal first; the remaining ones differ
+    (changed).
     """
     sides = (_sides(before), _sides(after))
     ptx_before, ptx_after = _ptx_rows(before), _ptx_rows(after)
@@ -360,13 +367,13 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
 
 
 def _by_address(sides: Sequence[Side]) -> list[int]:
-    """Their indices."""
+    """The indices of instructions by their address."""
     return sorted(range(len(sides)), key=lambda n: sides[n].instruction.address)
 
 
 class _Values:
     """Names that must be renamed consistently in the instructions of two kernels: the values that
-    they read and write, and the targets of their jumps. texts: normalised."""
+    they read and write, and the targets of their jumps. `texts`: normalised."""
 
     def __init__(
         self, sides: Sequence[Sequence[Side]], kernels: Sequence[Kernel], texts: Keys
@@ -459,7 +466,7 @@ def _changes(
     texts: Keys,
     different: Container[tuple[int, int]],
 ) -> Iterator[Change]:
-    """different: pairs of one text that are not alike all the same."""
+    """`different`: pairs of one text that differ all the same."""
     before, after = sides
     removed = deque(sorted(matching.free[0]))
     phases = [_PHASES.index(side.phase) for side in before]

@@ -1,4 +1,4 @@
-"""Kernels side by side: what each takes, executes and could reach."""
+"""Kernels side by side: resources, executed instructions and attainable speed of each."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ _MOST_CHANGES = 6
 class KernelFacts:
     """The facts of one kernel, beside others or alone.
 
-    name: in full. is_usual: a short name says the same. identity: what else names it, by column of
-    a table for machines. note: what is particular about it, in a line. where: the file and the name
-    that it was asked for by; None of the installed library. launch: None takes the most threads
-    that it was compiled for, if it was for any. unit: what its loops handle. prediction,
-    measurement: of a launch, `timed` in words; None where none was timed, on this architecture, or
-    where the text does not tell what is executed.
+    `name`: the full name. `is_usual`: whether a short name says the same. `identity`: other names
+    of the kernel, by column of a table for machines. `note`: its distinctive feature, in one line.
+    `where`: the file and the name by which it was asked for; None for a kernel of the installed
+    library. `launch`: with None the most threads that it was compiled for, if it was for any.
+    `unit`: the unit of work of its loops. `timed`: the timed launch in words. `prediction`,
+    `measurement`: prediction and time of that launch; None if none was timed on this architecture,
+    or if the text does not tell which instructions are executed.
     """
 
     kernel: Kernel
@@ -80,7 +81,7 @@ class KernelFacts:
         """Blocks and warps that an SM holds; None if it is not known how the kernel is launched, or
         what an SM of its architecture holds.
 
-        Raises SassError for a launch that is none.
+        Raises SassError for an impossible launch.
         """
         launch, most = self.launch, self.kernel.resources.max_threads
         if launch is None and most is not None:
@@ -91,7 +92,7 @@ class KernelFacts:
 
     @property
     def resident_warps(self) -> int:
-        """Warps of an SM that bounds are told for; 1 if the occupancy is not known."""
+        """Warps per SM for which bounds are told; 1 if the occupancy is not known."""
         return self.occupancy.warps if self.occupancy and self.occupancy.warps else 1
 
     @cached_property
@@ -103,7 +104,7 @@ class KernelFacts:
         return () if threads is None else roles(self.kernel, threads)
 
     def loop_warps(self, loop: Loop) -> int:
-        """Warps of an SM that run a loop: those of its roles in all resident blocks."""
+        """Warps per SM that run a loop: the warps of its roles in all resident blocks."""
         running = [role for role in self.roles if loop.index in role.loops]
         if not running:
             return self.resident_warps
@@ -112,7 +113,7 @@ class KernelFacts:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a block, static and dynamic."""
+        """Shared memory per block, static and dynamic."""
         dynamic = self.launch.dynamic_smem_bytes if self.launch else 0
         return self.kernel.resources.static_smem_bytes + dynamic
 
@@ -144,7 +145,7 @@ class KernelFacts:
         return {**found, OTHER: counts.work - sum(found.values())}
 
     def per_hmma(self, number: float) -> float | None:
-        """A number of the main loop as `Counts.per_tensor` tells it."""
+        """A number of the main loop by `Counts.per_tensor`."""
         counts = self.phases.main_loop
         return counts.per_tensor(number) if counts else None
 
@@ -160,8 +161,9 @@ class KernelFacts:
 class Matrix:
     """Kernels to compare, each with the one before it.
 
-    short_names: of the kernels, without their architectures. timed: the launch whose time is told,
-    in words. measured_on: the GPU, clock and date of the measurements; empty without any.
+    `short_names`: short names of the kernels, without their architectures. `timed`: the launch
+    whose time is told, in words. `measured_on`: the GPU, clock and date of the measurements; empty
+    without any.
     """
 
     rows: Sequence[KernelFacts]
@@ -189,11 +191,11 @@ class Matrix:
 
 
 def opcode_changes(before: KernelFacts, after: KernelFacts) -> list[tuple[str, float]]:
-    """Opcodes of the main loop whose number changed, the largest change first; of the whole text
-    where one of the two has no loop.
+    """Opcodes of the main loop whose number changed, the largest change first; of the whole text if
+    one of the two has no loop.
 
-    Differences of numbers as `Counts.per_tensor` tells them where both take tensor operations, but
-    not as many; else of numbers.
+    The changes are differences of numbers. Where both kernels take tensor operations, but not
+    equally many, they are differences of numbers by `Counts.per_tensor`.
     """
     old, new = before.phases.main_loop, after.phases.main_loop
     if old is None or new is None:

@@ -1,9 +1,9 @@
-"""How many blocks of a kernel an SM holds at a time. Standard library only.
+"""Number of blocks of a kernel that an SM holds at a time. Standard library only.
 
 The rules are those of CUDA's own calculator, `cuda_occupancy.h`, for compute capability 7.5 to
-12.1; the limits those of the CUDA C++ Programming Guide, "Technical Specifications per
-Compute Capability". The driver is taken to give an SM as much shared memory as it needs, up to the
-largest carve-out, which is what it does unless told otherwise.
+12.1; the limits those of the CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability". The driver is assumed to give an SM as much shared memory as it needs, up to the
+largest carve-out, which is its default.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from flash_helpers.sass.read.records import Kernel, SassError
 class Occupancy:
     """Resident blocks and warps of one kernel on an SM.
 
-    by_limit: blocks that each resource would allow: "warps", "blocks", "registers", "shared memory"
-        if any is taken, and, from 9.0 on, "barriers". max_warps: that the SM holds of any kernel.
+    `by_limit`: blocks that each resource would allow: "warps", "blocks", "registers", "shared
+    memory" if any is taken, and, from 9.0 on, "barriers". `max_warps`: most warps that the SM
+    holds.
     """
 
     blocks: int
@@ -44,10 +45,10 @@ class Occupancy:
 def occupancy(
     capability: int, registers: int, smem_bytes: int, threads: int, barriers: int = 0
 ) -> Occupancy:
-    """How many blocks an SM holds; 0 if a block cannot be launched.
+    """Number of blocks that an SM holds; 0 if a block cannot be launched.
 
-    capability: such as 90. registers: a thread. smem_bytes: static and dynamic together, a block.
-    threads, barriers: a block.
+    `capability`: such as 90. `registers`: registers per thread. `smem_bytes`: shared memory per
+    block, static and dynamic together. `threads`, `barriers`: threads and named barriers per block.
 
     Raises SassError for a compute capability that is not known, or a block without threads.
     """
@@ -72,8 +73,8 @@ def occupancy(
 
 
 def kernel_occupancy(kernel: Kernel, threads: int, dynamic_smem_bytes: int) -> Occupancy:
-    """The occupancy of a kernel on the architecture that it was compiled for, launched with so many
-    threads and so much dynamic shared memory a block. Raises SassError as `occupancy` does."""
+    """The occupancy of a kernel on the architecture that it was compiled for, launched with the
+    given threads and dynamic shared memory per block. Raises SassError as `occupancy` does."""
     resources = kernel.resources
     return occupancy(
         kernel.capability,

@@ -1,4 +1,4 @@
-"""Prologue, main loop and epilogue of a kernel, how often each part is executed, and unrolling.
+"""Prologue, main loop and epilogue of a kernel, the executions of each part, and unrolling.
 
 Standard library only.
 """
@@ -29,7 +29,7 @@ _ONE_TO_ONE = (
 )
 
 
-# What a wait asks, and what else may stand in it.
+# Opcodes that a wait queries with, and the other opcodes that may stand in it.
 _ASKING = ("SYNCS.PHASECHK", "USETMAXREG.TRY_ALLOC", ".STRONG.")
 _WITHOUT_WORK = (
     opcodes.BARRIER, opcodes.CONTROL_FLOW, opcodes.NOP, opcodes.PREDICATE, opcodes.VOTE,
@@ -39,14 +39,14 @@ _WITHOUT_WORK = (
 
 
 class NotDeterminedError(ValueError):
-    """How often a part of a kernel is executed cannot be told from its text."""
+    """The text of a kernel does not tell how often a part of it is executed."""
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Indices of blocks. main_loop: None in a kernel without loops.
+    """Indices of blocks. `main_loop`: None in a kernel without loops.
 
-    prologue: what the main loop can be reached from. epilogue: the rest of the code.
+    `prologue`: blocks from which the main loop can be reached. `epilogue`: the rest of the code.
     """
 
     prologue: tuple[int, ...]
@@ -73,7 +73,7 @@ class PhaseCounts:
 class Unit:
     """The unit of work of a kernel's loops, one or several in an iteration.
 
-    name: such as "block of keys". tensor: tensor instructions of a warp for one of it.
+    `name`: such as "block of keys". `tensor`: tensor instructions per warp and unit.
     """
 
     name: str
@@ -84,11 +84,11 @@ class Unit:
 class Unrolling:
     """Signs that a loop's body was copied.
 
-    by_ptxas: how many instructions one PTX line most often became in the loop, of opcodes that are
-        made one for one; None without PTX lines.
-    by_source: PTX lines that one CUDA line, with all that it was inlined into, most often became,
-        among the loop's tensor instructions (or all that are made one for one, if there are none);
-        `#pragma unroll` shows here. None without source lines.
+    `by_ptxas`: number of instructions that one PTX line most often became in the loop, among
+    opcodes that ptxas makes one for one; None without PTX lines. `by_source`: number of PTX lines
+    that one CUDA line at one inlining site most often became, among the loop's tensor instructions
+    (or among all opcodes made one for one, if there are none); `#pragma unroll` shows here. None
+    without source lines.
     """
 
     by_ptxas: int | None
@@ -102,8 +102,8 @@ def code_of(kernel: Kernel) -> tuple[Block, ...]:
 
 
 def is_wait(kernel: Kernel, loop: Loop) -> bool:
-    """Whether a loop only waits: it asks again and again whether an mbarrier's phase is over, for
-    registers, or for a word in memory, and does no work."""
+    """Whether a loop only waits: it polls an mbarrier's phase, free registers or a word in memory,
+    and does no work."""
     parts = [kernel.blocks[n] for n in loop.blocks]
     words = [slice(b.start // INSTRUCTION_BYTES, b.end // INSTRUCTION_BYTES) for b in parts]
     body = [i for part in words for i in kernel.instructions[part] if may_execute(i)]
@@ -118,14 +118,15 @@ def is_wait(kernel: Kernel, loop: Loop) -> bool:
 
 
 def is_replay(kernel: Kernel, loop: Loop) -> bool:
-    """Whether a loop only executes an instruction of the uniform datapath once for each value that
-    lanes have of its operand: ptxas makes it where it does not know that there is but one."""
+    """Whether a loop only executes an instruction of the uniform datapath once per different value
+    of its operand among the lanes. ptxas makes such a loop where it does not know that all lanes
+    have one value."""
     last = kernel.instructions[kernel.blocks[max(loop.blocks)].end // INSTRUCTION_BYTES - 1]
     return last.opcode == "BRA.U.ANY" and last.target == kernel.blocks[loop.header].start
 
 
 def cold_blocks(kernel: Kernel, loop: Loop) -> frozenset[int]:
-    """Blocks of a loop that only wait, and that an iteration without waiting passes by."""
+    """Blocks of a loop that only wait; an iteration without waiting skips them."""
     cold: set[int] = set()
     for other in kernel.loops:
         if other.blocks < loop.blocks and is_wait(kernel, other):
@@ -154,12 +155,12 @@ def _turns_without(kernel: Kernel, loop: Loop, blocks: frozenset[int]) -> bool:
 
 
 def main_loop(kernel: Kernel) -> Loop | None:
-    """The innermost of the loops that have more than a fifth as many tensor instructions of their
-    own, those of loops inside left out, as the one with the most; it is run most often. A loop
-    around it may hold four copies of its body that were peeled off.
+    """The innermost loop with more than a fifth of the tensor instructions of the loop that has the
+    most; it is run most often. Instructions of inner loops do not count. A loop around it may hold
+    four peeled copies of its body.
 
-    Among equals the one with the most; without tensor instructions the longest, then the innermost.
-    Waits are left out.
+    Among loops of equal depth it is the one with the most tensor instructions; in a kernel without
+    them the longest loop, then the innermost. Waits are left out.
     """
     own: Counter[int] = Counter()
     tensor: Counter[int] = Counter()
@@ -173,8 +174,8 @@ def main_loop(kernel: Kernel) -> Loop | None:
 def working_loop(
     loops: Sequence[Loop], wanted: Mapping[int, int], own: Mapping[int, int]
 ) -> Loop | None:
-    """The loop where the work is done: see `main_loop`. wanted: instructions that are the work, by
-    index of the loop. own: all instructions."""
+    """The loop where the work is done: see `main_loop`. `wanted`: instructions that are the work,
+    by index of the loop. `own`: all instructions."""
     most = max((wanted[loop.index] for loop in loops), default=0)
 
     def rank(loop: Loop) -> tuple[int, ...]:
@@ -218,14 +219,14 @@ def count_phases(kernel: Kernel) -> PhaseCounts:
 
 
 def trip_counts(kernel: Kernel, unit: Unit, number: int) -> dict[int, int]:
-    """How often each loop of a kernel is run, by index, for a number of units.
+    """Number of times that each loop of a kernel is run, by index, for a number of units.
 
-    A loop handles as many units as its tensor instructions are enough for; those outside loops
-    handle units that were peeled off. Where there are two loops, the second takes what the first,
-    unrolled one leaves.
+    A loop handles the units that its tensor instructions suffice for; tensor instructions outside
+    loops handle peeled units. Where there are two loops, the second handles the units that the
+    first, unrolled one leaves.
 
-    Raises NotDeterminedError if the tensor instructions are not those of whole units, or if there
-    are loops without them.
+    Raises NotDeterminedError if the tensor instructions do not make whole units, or if there are
+    loops without them.
     """
     total: Counter[int | None] = Counter(
         instruction.loop
@@ -258,14 +259,14 @@ def trip_counts(kernel: Kernel, unit: Unit, number: int) -> dict[int, int]:
 
 
 def block_executions(kernel: Kernel, trips: Mapping[int, int]) -> list[int]:
-    """How often a warp executes each block, when it does what the numbers of trips say.
+    """Number of times that a warp executes each block, for given numbers of trips.
 
-    trips: index of a loop to the number of times that its header is executed each time that the
-        loop is entered; 0 if it is passed by.
+    `trips`: by index of a loop, the number of executions of its header each time that the loop is
+    entered; 0 if it is skipped.
 
     A warp is taken not to leave through a guarded EXIT, and to stay together.
 
-    Raises NotDeterminedError if a branch is decided by something else than the number of trips.
+    Raises NotDeterminedError if a branch depends on anything but the number of trips.
     """
     loop_of = [kernel.instructions[b.start // INSTRUCTION_BYTES].loop for b in kernel.blocks]
     executed = [0] * len(kernel.blocks)

@@ -1,9 +1,10 @@
 """Gaps between the tensor instructions of one product of a warpgroup. Standard library only.
 
 A warpgroup issues `wgmma` for the same accumulators one after the other, and the tensor cores go on
-without a break if nothing comes between. ptxas puts there what the next descriptor takes, which
-HGMMA reads from uniform registers: a few UIADD3 and UMOV where it knows that all lanes have the
-same one, else R2UR for both of its words, for each HGMMA.
+without a break if no instruction comes between. HGMMA reads its descriptor from uniform registers,
+so ptxas puts the instructions for the next descriptor there. They are a few UIADD3 and UMOV where
+ptxas knows that all lanes have the same descriptor. Otherwise they are R2UR for both of its words,
+per HGMMA.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ _ENDS_GROUP = "gsb"  # the operand of the last instruction of a wgmma.commit_gro
 
 @dataclass(frozen=True)
 class Gaps:
-    """Between the tensor instructions of each product in the text of a loop, all products together.
+    """Instructions between the tensor instructions of each product in the text of a loop, summed
+    over all products.
 
-    instructions: that are executed or predicated. moves: the R2UR among them, from a register of a
-    lane to a uniform one.
+    `instructions`: number of executed or predicated instructions. `moves`: the R2UR among them,
+    from a register of a lane to a uniform one.
     """
 
     instructions: int = 0
@@ -32,12 +34,12 @@ class Gaps:
 def product_gaps(kernel: Kernel, loop: Loop) -> Gaps:
     """The gaps of a loop's products; none of a kernel without tensor instructions of warpgroups.
 
-    A product is a run of them, in the order of addresses, with the same accumulators and of one
-    group.
+    A product is a run of tensor instructions, in the order of addresses, with the same accumulators
+    and in one group.
     """
     instructions = moves = 0
     since: list[Instruction] = []
-    product: str | None = None  # the accumulators of the one that goes on
+    product: str | None = None  # accumulators of the product that continues
     for instruction in kernel.instructions:
         if instruction.block not in loop.blocks or not may_execute(instruction):
             continue

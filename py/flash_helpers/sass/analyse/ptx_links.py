@@ -46,7 +46,8 @@ def read_registers(instruction: PtxInstruction) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class KernelPtx:
-    """The PTX of one kernel. lines: the embedded text, line 1 first; program: its instructions."""
+    """The PTX of one kernel. `lines`: the embedded text, line 1 first; `program`: its
+    instructions."""
 
     lines: tuple[str, ...]
     program: Program
@@ -120,8 +121,8 @@ def _kernel_ptx(text: str, symbol: str) -> KernelPtx:
 
 
 def sass_by_ptx_line(kernel: Kernel) -> dict[int, tuple[Instruction, ...]]:
-    """The SASS instructions that came from each PTX line, by address. Filler and padding, which
-    the line table gives to some line, too, are left out."""
+    """The SASS instructions that came from each PTX line, by address. Filler and padding, which the
+    line table assigns to a line too, are left out."""
     found: dict[int, tuple[Instruction, ...]] = {}
     for instruction, kind in with_buckets(kernel):
         line = instruction.ptx_line
@@ -134,8 +135,8 @@ def sass_by_ptx_line(kernel: Kernel) -> dict[int, tuple[Instruction, ...]]:
 class Dependence:
     """An instruction of a backward slice.
 
-    line: of the PTX. depth: 0 for the instruction that was asked for, 1 for what it reads, ...
-    registers: those whose value it hands on to an instruction one step nearer.
+    `line`: line of the PTX. `depth`: 0 for the instruction that was asked for, 1 for its inputs,
+    ... `registers`: registers whose value it hands on to an instruction one step nearer.
     """
 
     line: int
@@ -146,8 +147,8 @@ class Dependence:
 def depends_on(ptx: KernelPtx, line: int, depth: int) -> list[Dependence]:
     """The inputs of the instruction on a PTX line: the slice back through registers.
 
-    It goes around loops, but not through memory. depth: how many steps back at most.
-    The nearest come first, then by line.
+    It goes around loops, but not through memory. `depth`: most steps back. The nearest come first,
+    then by line.
 
     Raises SassError, naming the nearest line with an instruction, if that line holds none.
     """
@@ -183,8 +184,9 @@ def depends_on(ptx: KernelPtx, line: int, depth: int) -> list[Dependence]:
 class OpcodeFanOut:
     """The SASS made of all PTX instructions of one opcode.
 
-    sass: instructions made of them; vanished: how many became none; several: how many became more
-    than one. made: the SASS opcodes, most frequent first, with how many of each.
+    `sass`: number of SASS instructions made of them. `vanished`: number of PTX instructions that
+    became none. `several`: number that became more than one. `made`: the SASS opcodes with their
+    numbers, most frequent first.
     """
 
     opcode: str
@@ -199,9 +201,9 @@ class OpcodeFanOut:
 class FanOut:
     """The SASS made of the PTX instructions of a kernel.
 
-    counts: SASS instructions of each line that holds a PTX instruction. opcodes: most SASS first.
-    without_ptx: SASS instructions that name no line with an instruction. Filler and padding are
-    left out.
+    `counts`: SASS instructions of each line that holds a PTX instruction. `opcodes`: most SASS
+    first. `without_ptx`: SASS instructions that name no line with an instruction. Filler and
+    padding are left out.
     """
 
     counts: Mapping[int, int]
@@ -210,10 +212,10 @@ class FanOut:
 
 
 def fan_out(kernel: Kernel, ptx: KernelPtx) -> FanOut:
-    """How many SASS instructions each PTX instruction became, in total and by opcode.
+    """Number of SASS instructions that each PTX instruction became, in total and by opcode.
 
-    The line table names one PTX line for each SASS instruction, so what ptxas merged from several
-    PTX instructions counts for one of them, and the others count as vanished.
+    The line table names one PTX line for each SASS instruction. So an instruction that ptxas merged
+    from several PTX instructions counts for one of them, and the others count as vanished.
     """
     made = sass_by_ptx_line(kernel)
     counts = {line: len(made.get(line, ())) for line in ptx.at_line}
@@ -241,8 +243,8 @@ def fan_out(kernel: Kernel, ptx: KernelPtx) -> FanOut:
 def ptx_sources(kernel: Kernel, text: str) -> dict[int, tuple[SourceLine, ...]]:
     """The CUDA lines of each line of the embedded PTX that holds an instruction, innermost first.
 
-    text: the PTX as nvcc wrote it, with the .loc directives that the cubin leaves out. Empty if it
-    is not the text that the cubin was compiled from: then its instructions stand on other lines.
+    `text`: the PTX as nvcc wrote it, with the .loc directives that the cubin leaves out. Empty if
+    it is not the text that the cubin was compiled from: then its instructions stand on other lines.
     """
     try:
         function = read_ptx(text).functions[kernel.symbol]

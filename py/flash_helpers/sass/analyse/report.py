@@ -22,8 +22,8 @@ from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
 class LocalSite:
     """Local loads and stores of one loop, or outside all loops.
 
-    loop: None outside. instructions: loads and stores. store_bytes, load_bytes: a thread, each
-    instruction once.
+    `loop`: index of the loop, None outside loops. `instructions`: number of loads and stores.
+    `store_bytes`, `load_bytes`: bytes per thread, each instruction counted once.
     """
 
     loop: int | None
@@ -34,7 +34,7 @@ class LocalSite:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel, and the loop of it that is looked into, None in a kernel without loops."""
+    """One kernel and the loop of the report, None in a kernel without loops."""
 
     facts: KernelFacts
     loop: Loop | None
@@ -61,7 +61,7 @@ class KernelReport:
 
     @property
     def warps(self) -> int:
-        """Warps of an SM that run the loop; 1 without a loop."""
+        """Warps per SM that run the loop; 1 without a loop."""
         return self.facts.loop_warps(self.loop) if self.loop else 1
 
     @cached_property
@@ -71,12 +71,12 @@ class KernelReport:
 
     @cached_property
     def unrolling(self) -> Unrolling | None:
-        """Signs of it in the loop."""
+        """Signs of unrolling in the loop."""
         return unrolling(self.kernel, self.loop) if self.loop else None
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
-        """For scoreboards, in the loop."""
+        """Waits for scoreboards in the loop."""
         return tuple(scoreboard_waits(self.kernel, self.loop)) if self.loop else ()
 
     @cached_property
@@ -113,7 +113,7 @@ def _local_sites(instructions: Iterable[Instruction]) -> tuple[LocalSite, ...]:
 
 
 def report_on(facts: KernelFacts, loop: int | None = None) -> KernelReport:
-    """The report of a kernel. loop: index of the one to look into; None takes the main loop.
+    """The report of a kernel. `loop`: index of the loop of the report; None takes the main loop.
 
     Raises SassError if there is no such loop.
     """
@@ -157,7 +157,7 @@ def _role_verdict(found: Sequence[Role]) -> str:
 
 
 def numbers_text(name: str, numbers: Sequence[int]) -> str:
-    """Such as "warp 0" or "warps 4 to 11"; ascending numbers."""
+    """Numbers in words, such as "warp 0" or "warps 4 to 11"; the numbers ascend."""
     if len(numbers) == 1:
         return f"{name} {numbers[0]}"
     if numbers[-1] - numbers[0] + 1 == len(numbers):
@@ -172,7 +172,7 @@ def _spill_verdict(report: KernelReport) -> str:
     inside = [site for site in sites if site.loop is not None]
     stores = sum(site.store_bytes for site in sites)
     loads = sum(site.load_bytes for site in sites)
-    total = f"{stores} bytes of local stores and {loads} of local loads a thread"
+    total = f"{stores} bytes of local stores and {loads} of local loads per thread"
     if report.kernel.resources.spill_store_bytes is None:
         return (
             f"Local memory is accessed, {total}; which of it spills registers is not known, as "
@@ -184,7 +184,7 @@ def _spill_verdict(report: KernelReport) -> str:
             f"{total}."
         )
     if not report.kernel.loops:
-        return f"Spills: {total}; the kernel has no loop, so that each is paid once a thread."
+        return f"Spills: {total}; the kernel has no loop, so that each is paid once per thread."
     if not inside:
         return f"Harmless spills: {total}, none of them in a loop."
     main = main_loop(report.kernel)
@@ -233,7 +233,7 @@ def _limit_text(name: str) -> str:
 
 
 def warps_text(report: KernelReport) -> str:
-    """The warps that the loop's bounds are told for, as in a sentence."""
+    """The warps for which the loop's bounds are told, in words."""
     number = report.warps
     if number == 1:
         return "one warp"
@@ -249,8 +249,8 @@ def _wait_verdict(report: KernelReport) -> str:
         f"{len(for_result)} waits for results in an iteration; the shortest distance is "
         f"{shortest.cycles} cycles, from {shortest.producer.text!r} at "
         f"{shortest.producer.address:#06x} to {shortest.consumer.text!r} at "
-        f"{shortest.consumer.address:#06x}. What a latency exceeds its distance by, other warps "
-        "have to hide."
+        f"{shortest.consumer.address:#06x}. Other warps have to hide the part of a "
+        "latency that exceeds its distance."
     )
 
 

@@ -1,8 +1,8 @@
 """Warp roles: a kernel whose warps take different ways. Standard library only.
 
-Warps that run the same loops have one role. Which loops a warp runs follows from the branches that
-its number decides (`warp_values`); what registers it has, from USETMAXREG. A loop that only waits,
-for an mbarrier or for registers, is a wait: it counts as no loop.
+Warps that run the same loops have one role. The loops of a warp follow from the branches that its
+number decides (`warp_values`), its registers from USETMAXREG. A loop that only waits, for an
+mbarrier or for registers, is a wait and does not count as a loop.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _COPIES = frozenset({"UTMALDG", "UBLKCP", "LDGSTS"})  # to shared memory
 class Role:
     """Warps of a thread block that run the same loops.
 
-    name: "consumer" of those with tensor instructions in a loop, "producer" of those that copy to
-    shared memory in one, "idle" of those without a loop, "other" of the rest; with a number where
-    there are several. warps: their numbers. registers: a thread, after USETMAXREG. loops: indices,
-    without waits and replays. waits: how many of those. working_loop: index of the loop where the
-    tensor instructions, or else the copies, or else most instructions are; None without loops.
+    `name`: "consumer" for warps with tensor instructions in a loop, "producer" for warps that copy
+    to shared memory in a loop, "idle" for warps without a loop, "other" for the rest; with a number
+    where there are several roles of one name. `warps`: their numbers. `registers`: registers per
+    thread after USETMAXREG. `loops`: indices, without waits and replays. `waits`: number of waits.
+    `working_loop`: index of the loop where the tensor instructions, or else the copies, or else
+    most instructions are; None without loops.
     """
 
     name: str
@@ -47,7 +48,8 @@ class Role:
 
 def roles(kernel: Kernel, threads: int) -> tuple[Role, ...]:
     """The roles of a kernel's warps, by their first warps; empty if all warps run the same loops,
-    or if that cannot be told, as with blocks of more than one dimension. threads: of a block."""
+    or if the roles cannot be told, as for blocks of more than one dimension. `threads`: threads per
+    block."""
     if not kernel.loops or threads <= WARP or not is_one_dimensional(kernel):
         return ()
     working = [n for n in kernel.loops if not is_wait(kernel, n) and not is_replay(kernel, n)]

@@ -1,4 +1,4 @@
-"""Two versions of a listing as the rows of one: what stands beside what, and how it changed."""
+"""Two versions of a listing as the rows of one: pairs of lines, and the change of each."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ _MOVED = {Mark.CHANGED: Mark.MOVED_AND_CHANGED}
 
 
 class Row(NamedTuple):
-    """A row; before and after are indices into the two listings, None for what has no such side.
+    """A row. `before` and `after` are indices into the two listings, None for a line without that
+    side.
 
-    What moved has two: MOVED with both indices, where it stands after, and LEFT, where it stood.
+    A moved line has two rows: MOVED with both indices at its new place, and LEFT at its old place.
     """
 
     mark: Mark
@@ -51,10 +52,10 @@ class Row(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a text. text: as it stands. alike: equal in lines that differ in names only.
-    opcode: of an instruction; of two lines that only share it, one is the other, changed. phase:
-    lines of the same one are matched first. names: what `alike` leaves out and must be renamed
-    consistently, such as registers, in order."""
+    """A line of a text. `text`: the text of the line. `alike`: a key that is equal for lines that
+    differ in names only. `opcode`: opcode of an instruction; two lines that share only the opcode
+    count as changed. `phase`: lines of the same phase are matched first. `names`: the names that
+    `alike` leaves out and that must be renamed consistently, such as registers, in order."""
 
     text: str
     alike: str
@@ -68,10 +69,12 @@ def _has_words(text: str) -> bool:
 
 
 def line_rows(before: Sequence[Line], after: Sequence[Line]) -> list[Row]:
-    """The rows of two texts. Lines of one `alike` are matched in order, those with words first,
-    so that brackets and empty lines follow the others; then, out of order, those that no other
-    unmatched line resembles (moved); then in order those of one opcode (changed). Changed are also
-    lines whose names contradict those of others, as `values.one_to_one` renames them."""
+    """The rows of two texts.
+
+    Lines with equal `alike` are matched in order, lines with words first, so that brackets and
+    empty lines follow the others. Then lines that resemble no other unmatched line are matched out
+    of order (moved), then lines with equal opcodes in order (changed). Lines whose names contradict
+    those of other lines, as `values.one_to_one` renames them, are changed too."""
     texts = (before, after)
     matching = Matching(
         [[line.phase for line in text] for text in texts], [range(len(text)) for text in texts]
@@ -102,7 +105,7 @@ def line_rows(before: Sequence[Line], after: Sequence[Line]) -> list[Row]:
 
 
 def _unique(matching: Matching, keys: Keys) -> list[list[Hashable | None]]:
-    """Without the keys that several free elements of one text have."""
+    """The keys without those that several free elements of one text have."""
     found = []
     for free, of in zip(matching.free, keys, strict=True):
         count = Counter(of[n] for n in free)
@@ -144,8 +147,8 @@ def _mark(change: Change) -> Mark:
 def _rows(
     partner: Mapping[int, int], moved: set[int], marks: Sequence[Mark], n_before: int
 ) -> list[Row]:
-    """Both listings in their order. partner, moved: as `Matching` has them. marks: of the second
-    listing, where nothing has moved; of a pair that crosses others, one side counts as moved."""
+    """Both listings in their order. `partner`, `moved`: as in `Matching`. `marks`: marks of the
+    second listing if nothing has moved. In a pair that crosses others, one side counts as moved."""
     pairs = [(partner[j], j) for j in sorted(partner) if j not in moved]
     firsts = [i for i, _ in pairs]
     in_place = [pairs[n] for _, n in common_subsequence(sorted(firsts), firsts)]

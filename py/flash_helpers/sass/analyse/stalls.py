@@ -1,4 +1,4 @@
-"""Waits of a warp in a loop, as far as the control words show. Standard library only."""
+"""Waits of a warp in a loop, as far as the control words show them. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SCOREBOARDS = 6
 class Wait:
     """An instruction that waits for a scoreboard, and the last one before it that raised it.
 
-    for_result: it waits for the producer's result; else for its operands to have been read.
-    instructions, cycles: from the producer to the wait, around the loop if need be; the cycles are
-        those of the control words alone, so that they are what the loop hides at least.
+    `for_result`: it waits for the producer's result; otherwise until the producer's operands have
+    been read. `instructions`, `cycles`: distance from the producer to the wait, around the loop if
+    need be. The cycles are those of the control words alone, the least latency that the loop hides.
     """
 
     producer: Instruction
@@ -33,7 +33,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitGroup:
-    """The waits of one class of instructions for another. cycles: of each, ascending."""
+    """The waits of one class of instructions for another. `cycles`: cycles of each wait,
+    ascending."""
 
     producer: str
     consumer: str
@@ -48,7 +49,8 @@ class WaitGroup:
 
 @dataclass(frozen=True)
 class StallGroup:
-    """The instructions of one class. cycles: that their control words make the warp wait."""
+    """The instructions of one class. `cycles`: cycles that their control words make the warp
+    wait."""
 
     name: str
     instructions: int
@@ -61,15 +63,17 @@ def body_of(kernel: Kernel, loop: Loop) -> tuple[Instruction, ...]:
 
 
 def stall_cycles(instruction: Instruction) -> int:
-    """Cycles before the warp's next instruction; at least one, since a warp issues one a cycle."""
+    """Cycles before the warp's next instruction; at least one, since a warp issues one instruction
+    per cycle."""
     return max(instruction.control.stall, 1)
 
 
 def scoreboard_waits(kernel: Kernel, loop: Loop) -> list[Wait]:
     """The waits of one iteration, in the order of the text.
 
-    An instruction waits once for all that raised the scoreboard; what was raised before the loop is
-    left out, and so is a wait for a scoreboard that nothing raised since the last wait.
+    An instruction waits once for all instructions that raised the scoreboard. Scoreboards raised
+    before the loop are left out, and so is a wait for a scoreboard that no instruction raised since
+    the last wait.
     """
     body = body_of(kernel, loop)
     raised: dict[int, tuple[Instruction, bool, int, int]] = {}

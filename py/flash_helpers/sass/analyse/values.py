@@ -1,8 +1,8 @@
 """Values that registers hold, and whether two kernels name them consistently.
 
 A register holds one value after another, and compilers give the values of two builds different
-registers. A value here is what is known as a web: writes of a register and the reads that they
-reach, joined where a read is reached by several writes. Standard library only.
+registers. A value here is a web: writes of a register and the reads that they reach, joined where
+several writes reach one read. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from flash_helpers.sass.read.opcodes import IMAD_MOVE, classify
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
 from flash_helpers.sass.read.registers import Access, operation_accesses
 
-Value = tuple[int, str]  # the place that it is told apart by, and the register's name there
+Value = tuple[int, str]  # the place that identifies the value, and the register's name there
 
 T = TypeVar("T", bound=Hashable)
 
-_ENTRY = -1  # place of what a register holds when the kernel begins
+_ENTRY = -1  # place of the initial value of a register
 
 
 @lru_cache(maxsize=2)  # each step of a progression is compared with its parent, then is one
 def register_values(kernel: Kernel) -> Sequence[tuple[Value, ...]]:
     """The value of each of the `accesses` of each instruction.
 
-    A write under a guard joins what the register held before, unless the reads have the same guard,
-    or another write has the opposite one. What a register holds when the kernel begins is told
-    apart by the register's name. A copy is the value that it is of. Calls are taken to change
-    nothing.
+    A write under a guard joins the register's old value, unless the reads have the same guard, or
+    another write has the opposite one. The initial value of a register is identified by the
+    register's name. A copy has the value of its original. Calls are assumed to change nothing.
     """
     return _Webs(kernel).values()
 
@@ -70,8 +69,8 @@ class _Webs:
         return [tuple(copied.get(value, value) for value in values) for values in rooted]
 
     def _copies(self, found: Sequence[Sequence[Value]]) -> dict[Value, Value]:
-        """The original of each value that is a copy. Both are written at one place each: a register
-        that is written again elsewhere may have changed since it was copied."""
+        """The original of each value that is a copy. Original and copy are written at one place
+        each: a register that is written again elsewhere may have changed since it was copied."""
         writes = Counter(
             value
             for accesses, values in zip(self.accesses, found, strict=True)
@@ -142,7 +141,7 @@ class _Webs:
 
 
 def _is_copy(instruction: Instruction) -> bool:
-    """Whether it copies one register into another, and nothing else."""
+    """Whether an instruction copies one register into another, and nothing else."""
     if instruction.predicate not in ALWAYS:
         return False
     if instruction.base in ("MOV", "UMOV"):
@@ -157,10 +156,10 @@ def _opposite(guard: str) -> str:
 def one_to_one(
     pairs: Iterable[tuple[Sequence[T], Sequence[T]]], fixed: Iterable[T] = ()
 ) -> dict[T, T]:
-    """The renaming that most names of pairs of equally long sequences agree with: of no two names
-    the same, and where names contradict each other that which stands in more pairs, or else first.
+    """The one-to-one renaming that agrees with most names in pairs of equally long sequences. Where
+    names contradict each other, the renaming that stands in more pairs wins, or else the first one.
 
-    fixed: names that stand for themselves.
+    `fixed`: names that stand for themselves.
     """
     votes = Counter(both for pair in pairs for both in zip(*pair, strict=True))
     found = {name: name for name in fixed}
@@ -178,5 +177,5 @@ def agrees(renaming: Mapping[T, T], pair: tuple[Sequence[T], Sequence[T]]) -> bo
 
 
 def is_fixed(value: Value) -> bool:
-    """Whether a value is what a register holds when the kernel begins."""
+    """Whether a value is the initial value of a register."""
     return value[0] == _ENTRY

@@ -1,9 +1,9 @@
 """Blocks that a warp of a thread block may execute, from branches on its number.
 
-A kernel with warp roles branches on its threads' number. Followed for one warp, most of the
-registers hold what nobody knows, but those that come from the number alone hold a small range, and
-so the branch is decided. What is not known may be anything: a warp is only ever kept from a block
-that it cannot reach. Blocks are taken to have one dimension. Standard library only.
+A kernel with warp roles branches on its threads' number. For one warp, most registers hold unknown
+values, but registers computed from the number alone hold a small range, which decides the branch.
+An unknown value may be anything, so a warp is only excluded from blocks that it cannot reach.
+Blocks are assumed to have one dimension. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _COMPARISONS = {
     "EQ": operator.eq, "NE": operator.ne,
 }  # fmt: skip
 _LARGEST = 2**31 - 1
-_AND = 0xC0  # as table of truth, of operands a, b, c: a and b
+_AND = 0xC0  # as a truth table of operands a, b, c: a and b
 _MOVES = frozenset({"MOV", "UMOV", "R2UR"})
 _ADDITIONS = frozenset({"IADD3", "UIADD3", "VIADD", "IADD", "UIADD"})
 _SHIFTS = frozenset({"SHF", "USHF"})
-# All others write what nobody knows.
+# All others write unknown values.
 _FOLLOWED = _MOVES | _ADDITIONS | _SHIFTS | {
     "S2R", "S2UR", "SHFL", "LOP3", "ULOP3", "IMAD", "LEA", "ULEA", "ISETP", "UISETP", "PLOP3",
     "UPLOP3",
@@ -55,7 +55,7 @@ class _State:
         return _State(dict(self.registers), dict(self.predicates))
 
     def meet(self, other: _State) -> bool:
-        """Keep what both know. True if that is less than before."""
+        """Keep the values that both states know. True if that is less than before."""
         before = len(self.registers) + len(self.predicates)
         self.registers = dict(self.registers.items() & other.registers.items())
         self.predicates = dict(self.predicates.items() & other.predicates.items())
@@ -98,8 +98,8 @@ def blocks_of_warps(kernel: Kernel, warps: int) -> list[frozenset[int]]:
 
 
 def _deciding(kernel: Kernel) -> list[list[Instruction]]:
-    """The instructions of each block that the condition of a branch may depend on. No branch
-    reads what the others write."""
+    """The instructions of each block on which the condition of a branch may depend. No branch reads
+    results of the others."""
     found: list[list[Instruction]] = [[] for _ in kernel.blocks]
     needed: list[set[str]] = [set() for _ in kernel.blocks]  # names, where a block begins
     pending = {*range(len(kernel.blocks))}
@@ -130,7 +130,7 @@ def _deciding(kernel: Kernel) -> list[list[Instruction]]:
 
 
 def _read(instruction: Instruction) -> set[str]:
-    """Names of the registers and predicates that what `_execute` does may depend on."""
+    """Names of the registers and predicates on which `_execute` may depend."""
     operands = instruction.operands if instruction.base in _FOLLOWED | _DECIDED else ""
     found = accesses(instruction.predicate, instruction.opcode, operands)
     return {access.name for access in found if not access.is_written}
@@ -175,8 +175,8 @@ def _following(block: Block, last: Instruction, state: _State) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class _Words:
-    """An instruction's text, taken apart. registers, predicates: names of those that it may
-    write."""
+    """An instruction's text, taken apart. `registers`, `predicates`: names of the registers and
+    predicates that it may write."""
 
     base: str
     modifiers: frozenset[str]
@@ -200,7 +200,7 @@ def _words(opcode: str, operands: str) -> _Words:
 
 
 def _execute(instruction: Instruction, state: _State, warp: int) -> None:
-    """Change what is known by what an instruction writes."""
+    """Update the known values with the results of an instruction."""
     guard = instruction.predicate
     certain = True if guard in ALWAYS else state.truth(guard.removeprefix("@"))
     if guard in NEVER or certain is False:
@@ -228,7 +228,7 @@ def _execute(instruction: Instruction, state: _State, warp: int) -> None:
 
 
 def _truths(words: _Words, state: _State) -> Mapping[str, bool | None]:
-    """The predicates that a comparison or a table of truth writes, as far as they are known."""
+    """The predicates that a comparison or a truth table writes, as far as they are known."""
     base, modifiers, operands = words.base, words.modifiers, words.operands
     target = operands[0]
     if base in ("ISETP", "UISETP") and len(operands) >= 5 and "EX" not in modifiers:
@@ -259,7 +259,7 @@ def _truths(words: _Words, state: _State) -> Mapping[str, bool | None]:
 
 
 def _compared(modifiers: frozenset[str], a: _Range | None, b: _Range | None) -> bool | None:
-    """Whether all lanes' values compare so; None if some may and some may not."""
+    """The result of a comparison if it is the same for all lanes; None if it may differ."""
     holds = next((_COMPARISONS[m] for m in modifiers if m in _COMPARISONS), None)
     if holds is None or a is None or b is None or ("U32" in modifiers and min(*a, *b) < 0):
         return None
@@ -279,7 +279,7 @@ def _result(words: _Words, state: _State, warp: int) -> _Range | None:
         return (WARP * warp, WARP * warp + WARP - 1) if operands[-1] == "SR_TID.X" else None
     if base in _MOVES:
         return state.value(operands[1]) if len(operands) == 2 else None
-    if base == "SHFL":  # what some lane of the warp holds
+    if base == "SHFL":  # the value of some lane of the warp
         return state.value(operands[2])
     found: _Range | None = None
     if base in ("LOP3", "ULOP3") and "LUT" in modifiers:
@@ -304,7 +304,8 @@ def _result(words: _Words, state: _State, warp: int) -> _Range | None:
 
 
 def _shifted(modifiers: frozenset[str], sources: list[_Range | None]) -> _Range | None:
-    """The result of a funnel shift of one word: right the upper one, left the lower one."""
+    """The result of a funnel shift of one word: of the upper word to the right, or the lower word
+    to the left."""
     low, by, high = sources
     if by is None or by[0] != by[1] or not 0 <= by[0] < 32:
         return None
@@ -316,7 +317,7 @@ def _shifted(modifiers: frozenset[str], sources: list[_Range | None]) -> _Range 
 
 
 def _anded(operands: tuple[str, ...], state: _State) -> _Range | None:
-    """The range of `a & b`, if that is what the table of truth behind three operands says."""
+    """The range of `a & b`, if that is the meaning of the truth table behind three operands."""
     if len(operands) < 4 or state.value(operands[3]) != (_AND, _AND):
         return None
     a, b = state.value(operands[0]), state.value(operands[1])

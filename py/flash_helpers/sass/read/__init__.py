@@ -1,1 +1,1 @@
-"""From a file with machine code to one record an instruction."""
+"""Readers of machine code: from a file to one record per instruction."""

@@ -1,11 +1,11 @@
 """Disassemblies kept between runs, since making one takes most of a second.
 
-An entry holds what nvdisasm and the line tables say of one kernel; what the ELF file says is read
-again each time, and what is computed from both is computed again. An entry is named by a hash of
-the whole cubin, the kernel's symbol, nvdisasm's version, FORMAT, and whether it has live registers,
-so that it never gets stale. It is JSON, compressed by zlib, which adds a checksum: reading it can
-give wrong text at worst, never run anything, and an entry that is cut off, damaged or does not fit
-its kernel counts as absent.
+An entry holds the output of nvdisasm and the line tables of one kernel. The data of the ELF file is
+read again each time, and values computed from both are computed again. An entry is named by a hash
+of the whole cubin, the kernel's symbol, nvdisasm's version, FORMAT, and whether it has live
+registers, so that it never gets stale. It is JSON, compressed by zlib, which adds a checksum.
+Reading it can give wrong text at worst, never run anything. An entry that is cut off, damaged or
+does not fit its kernel counts as absent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-FORMAT = 8  # raise it when `Disassembly`, or what is put into one, changes
+FORMAT = 8  # raise it when `Disassembly` or its contents change
 FOLDER_VARIABLE = "FLASH_HELPERS_SASS_CACHE"
 MAX_BYTES = 256 << 20  # of all entries; a kernel of this library takes about 30 KB
 MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked
@@ -51,9 +51,9 @@ def cache_folder() -> Path:
 
 
 class DisassemblyCache:
-    """Entries in a folder, the longest unused of which make room for new ones.
+    """Entries in a folder, of which the longest unused make room for new ones.
 
-    A folder that cannot be read or written keeps nothing, and says nothing.
+    A folder that cannot be read or written keeps nothing, without an error.
     """
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
@@ -106,8 +106,8 @@ def cubin_digest(cubin: Content) -> str:
 
 
 def entry_key(digest: str, symbol: str, disassembler: str, live: bool = True) -> str:
-    """The name of a kernel's entry. digest: of its cubin. disassembler: name and version. live:
-    with live registers."""
+    """The name of a kernel's entry. `digest`: digest of its cubin. `disassembler`: name and
+    version. `live`: with live registers."""
     named = [FORMAT, disassembler, digest, symbol, *([] if live else ["without live registers"])]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
@@ -125,7 +125,7 @@ def encode(disassembly: Disassembly) -> bytes:
 
 
 def decode(data: bytes, code: bytes) -> Disassembly:
-    """Inverse of `encode`. code: the kernel's instruction words.
+    """Inverse of `encode`. `code`: the kernel's instruction words.
 
     Raises SassError for bytes that `encode` did not write for a kernel of that many instructions.
     """
@@ -165,6 +165,6 @@ def _numbered(items: Iterable[H]) -> tuple[list[H], list[int]]:
 
 
 def _column(numbered: tuple[list[Any], list[int]], make: Callable[[Any], H]) -> tuple[H, ...]:
-    """Inverse of `_numbered`. make: of what JSON has of an item, the item."""
+    """Inverse of `_numbered`. `make`: makes an item from its JSON value."""
     items = [make(item) for item in numbered[0]]
     return tuple(items[number] for number in numbered[1])

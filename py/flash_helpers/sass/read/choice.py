@@ -32,8 +32,8 @@ Found = tuple[str, str]  # architecture such as "sm_90", and symbol; "" where a 
 
 @dataclass(frozen=True)
 class KernelPath:
-    """A file, and which of its kernels. member: (a part of) the name of a cubin in the file. name:
-    of the kernel, as `matching` takes it. Each is "" for any."""
+    """A file and the choice of its kernels. `member`: (a part of) the name of a cubin in the file.
+    `name`: name of the kernel, as in `matching`. Each is "" for any."""
 
     path: Path
     member: str = ""
@@ -41,8 +41,9 @@ class KernelPath:
 
     @classmethod
     def parse(cls, text: str) -> KernelPath:
-        """FILE, FILE#NAME or FILE@MEMBER#NAME. Of what can be read in several ways, the one whose
-        file is there, since names of files, as those in C++, may hold a # and an @."""
+        """The path in FILE, FILE#NAME or FILE@MEMBER#NAME. If a text can be read in several ways,
+        the reading whose file exists is taken, since names of files, as names in C++, may hold a #
+        and an @."""
         ways = [cls(Path(text)), *_ways(text)]
         # Path.is_file raises OSError for a name that is too long, as those in C++ may be
         there = (way for way in ways if os.path.isfile(way.path))  # noqa: PTH113
@@ -50,7 +51,7 @@ class KernelPath:
 
     @property
     def names(self) -> list[str]:
-        """The name, if there is one."""
+        """The kernel's name as a tuple, empty without one."""
         return [self.name] if self.name else []
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ class KernelPath:
 
 
 def _ways(text: str) -> Iterator[KernelPath]:
-    """In which a text can be read that holds a # or an @."""
+    """The ways in which a text with a # or an @ can be read."""
     for number in re.finditer("#", text):
         before, name = text[: number.start()], text[number.end() :]
         yield KernelPath(Path(before), "", name)
@@ -88,10 +89,10 @@ def identifiers(symbol: str) -> tuple[str, ...]:
 
 
 def matching(symbols: Sequence[str], name: str) -> list[str]:
-    """The symbols that a name means: itself, mangled or in C++; otherwise those that a pattern with
-    * or ? matches; or else those of which it is an identifier, or else those of which, or of whose
-    name in C++, it is a part that cuts no number in two: v1 is no part of v11. Blanks in C++ do not
-    matter."""
+    """The symbols that a name means, by the first rule that finds any. The rules are: the symbol
+    itself, mangled or in C++; a pattern with * or ?; an identifier of the symbol; a part of the
+    symbol or of its name in C++. A part cuts no number in two: v1 is no part of v11. Blanks in C++
+    do not matter."""
     if name in symbols:
         return [symbol for symbol in symbols if symbol == name]
     if _OF_ANY_SYMBOL.fullmatch(name.replace("*", "").replace("?", "")):
@@ -134,9 +135,9 @@ def choose(
 ) -> list[Found]:
     """The kernels of a file that are asked for, in its order.
 
-    there: all of them. architecture: None takes any; sm_120 takes kernels for its variants sm_120a
-    and sm_120f, too, that there are none of for sm_120, which a `SassWarning` tells. names: as for
-    `matching`; without any, all.
+    `there`: all kernels of the file. `architecture`: None takes any. sm_120 also takes kernels that
+    exist only for its variants sm_120a and sm_120f, with a `SassWarning`. `names`: names as in
+    `matching`; without names, all.
 
     Raises SassError, saying what there is, for an architecture or a name that is not there.
     """
@@ -174,8 +175,8 @@ def require_one_architecture(file: str, chosen: Iterable[Found]) -> str:
 
 
 def require_one(file: str, chosen: Sequence[Found]) -> None:
-    """Raise SassError, saying what they can be told apart by, if several kernels are chosen, of one
-    symbol or of several."""
+    """Raise SassError if several kernels are chosen, of one symbol or of several. The message says
+    how to tell them apart."""
     symbols = list(dict.fromkeys(symbol for _, symbol in chosen))
     if len(symbols) > 1:
         raise SassError(f"{file} holds {len(symbols)} such kernels: name one of {listed(symbols)}")
@@ -193,8 +194,8 @@ def require_one_member(file: str, symbol: str, members: Sequence[str]) -> None:
 
 
 def members_named(file: str, there: Sequence[str], name: str) -> set[str]:
-    """The members of a file that a name means: the one of that name, or else all that contain it.
-    Raises SassError if there is none."""
+    """The members of a file that a name means: the member of that name, or else all members that
+    contain it. Raises SassError if there is none."""
     found = {member for member in there if member == name}
     found = found or {member for member in there if name in member}
     if not found:
@@ -208,8 +209,8 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def listed(symbols: Sequence[str]) -> str:
-    """The first of some symbols, each by the longest identifier that it alone has, or else by its
-    name in C++."""
+    """The first of some symbols. Each is given by its longest identifier that no other symbol has,
+    or else by its name in C++."""
     count = Counter(name for symbol in symbols for name in set(identifiers(symbol)))
     names = [
         max(

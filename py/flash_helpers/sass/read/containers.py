@@ -1,10 +1,10 @@
 """Files that hold cubins: a cubin, a fatbin, an object file, a library, a program, an archive.
 
-The fatbins in them are walked here, since cuobjdump extracts all that there is, writes members of
-one name over each other and gives up at what it does not know. NVIDIA does not describe their
-layout: it was read from files that nvcc 13.0 made for each kind, architecture and compression.
-Nothing is copied or unpacked until it is asked for, and what cannot be read is told by a
-`SassWarning`, while the rest of the file is read.
+The fatbins in them are walked here, since cuobjdump extracts all members, writes members of one
+name over each other and gives up at unknown ones. NVIDIA does not describe their layout: it was
+read from files that nvcc 13.0 made for each kind, architecture and compression. Nothing is copied
+or unpacked until it is asked for. A part that cannot be read causes a `SassWarning`, and the rest
+of the file is read.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ _KINDS = {kind.value[0]: kind for kind in MemberKind}
 class Member:
     """A cubin, a PTX module or LTO IR in a file.
 
-    path: of the file. name: tells it from every other member of the file; "" if it is the file.
-    architecture: as its header tells, such as "sm_90a"; None without one. stored: its content as it
-    lies in the file. packed_by: "LZ4", "zstd" or "unknown"; "" if it is not compressed. size: bytes
-    of what is unpacked.
+    `path`: path of the file. `name`: differs from the name of every other member of the file; "" if
+    the member is the file. `architecture`: from its header, such as "sm_90a"; None without one.
+    `stored`: its content as it lies in the file. `packed_by`: "LZ4", "zstd" or "unknown"; "" if it
+    is not compressed. `size`: bytes of the unpacked content.
     """
 
     path: Path
@@ -131,7 +131,8 @@ class Member:
         return content
 
     def cubin(self) -> Cubin:
-        """The cubin as its headers describe it. Raises SassError if it is none, or damaged."""
+        """The cubin as its headers describe it. Raises SassError if the member is no cubin, or
+        damaged."""
         cubin = read_cubin(self.read(), self.origin, self.architecture)
         if cubin.capability != self.capability:
             raise SassError(
@@ -142,10 +143,10 @@ class Member:
 
 
 def members_of(path: Path) -> list[Member]:
-    """All that a file holds, in its order.
+    """All members of a file, in its order.
 
-    Raises SassError for a file of another kind, for one without device code, and for one of which
-    nothing can be read.
+    Raises SassError for a file of another kind, for a file without device code, and for a file of
+    which nothing can be read.
     """
     file = _mapped(path)
     head = bytes(file[:ELF_HEADER_BYTES])
@@ -194,7 +195,8 @@ def cubins_of(path: Path, capability: int | None = None) -> list[Member]:
 
 
 def read_cubins(members: Iterable[Member]) -> Iterator[tuple[Member, Cubin]]:
-    """The headers of those that are cubins. Raises SassError if there are, but none can be read."""
+    """The cubins among members, with their headers. Raises SassError if there are cubins, but none
+    can be read."""
     problems = []
     any_can = False
     for number, member in enumerate(members):
@@ -226,13 +228,13 @@ def ptx_of(members: Iterable[Member]) -> dict[str, str]:
 
 
 def warn(problems: Iterable[str]) -> None:
-    """Tell what could not be read; each once in a process."""
+    """Warn of a part that could not be read, once per process."""
     for problem in problems:
         warnings.warn(problem, SassWarning, stacklevel=1)
 
 
 class _Walk:
-    """The members of a file, found on the way through it. problems: parts that are unreadable."""
+    """The members of a file, found on the way through it. `problems`: parts that are unreadable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -241,9 +243,10 @@ class _Walk:
         self.names: dict[str, int] = {}  # how many there are of each
 
     def file(self, data: memoryview, name: str) -> None:
-        """A file, or a member of an archive; what is of no known kind holds nothing.
+        """Add the members of a file, or of a member of an archive; content of unknown kind has
+        none.
 
-        name: what its members are called by that have no name of their own.
+        `name`: name of members that have no name of their own.
         """
         head = bytes(data[:ELF_HEADER_BYTES])
         if head.startswith(FATBIN_MAGIC):
@@ -272,7 +275,7 @@ class _Walk:
             self.problems.append(f"{self.path} {error}")
 
     def _fatbins(self, data: memoryview, name: str) -> None:
-        """All that begin in a section; between them may be padding."""
+        """All fatbins that begin in a section; there may be padding between them."""
         at = 0
         while found := _FIND_FATBIN.search(data, at):
             start = found.start()
@@ -291,7 +294,8 @@ class _Walk:
                 self.problems.append(f"{where} {problem}")
 
     def _member(self, data: memoryview, at: int, end: int, name: str) -> int:
-        """Add the one at a byte; returns where the next begins. Raises SassError, struct.error."""
+        """Add the member at a byte; returns the beginning of the next. Raises SassError,
+        struct.error."""
         kind, header, padded, packed, architecture, name_at, name_bytes, flags, size = (
             _MEMBER.unpack_from(data, at)
         )
@@ -366,15 +370,15 @@ def _printable(name: bytes) -> str:
 
 
 def _forget(number: int, content: Content) -> None:
-    """Now and then, take what was looked at of a file out of this process's memory, which else
-    grows as large as the file; it is read again when it is looked at."""
+    """From time to time, drop the visited pages of a file from this process's memory, which would
+    otherwise grow to the file's size; they are read again when they are visited."""
     file = memoryview(content).obj
     if number % _FORGET_EVERY == 0 and isinstance(file, mmap.mmap):
         file.madvise(mmap.MADV_DONTNEED)
 
 
 def _mapped(path: Path) -> memoryview:
-    """The file's content, which is read where it is looked at. Raises SassError."""
+    """The file's content, which is read when it is accessed. Raises SassError."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -1,7 +1,7 @@
 """The fields of an instruction word that no disassembler prints.
 
-Bit positions: Triton's tools/disasm.py and CuAssembler's CuControlCode.py; they are the same from
-sm_70 to sm_90.
+The bit positions are those of Triton's tools/disasm.py and CuAssembler's CuControlCode.py; they are
+the same from sm_70 to sm_90.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _decode(bits: int) -> Control:
 def control_text(control: Control) -> str:
     """The fields in columns of fixed width, such as "s02 y w0 r- b:01---- u:a--".
 
-    Stall cycles; y where the scheduler may turn to another warp; the scoreboards that the write and
-    the reads raise; those waited for; the operands kept in the cache.
+    The columns are: stall cycles; y where the scheduler may turn to another warp; the scoreboards
+    that the write and the reads raise; the scoreboards waited for; the operands kept in the cache.
     """
 
     def scoreboard(number: int | None) -> str:

@@ -1,4 +1,4 @@
-"""NVIDIA's disassemblers: where they are, how new they are, and how they are run."""
+"""NVIDIA's disassemblers: their paths, their versions, and calls of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Disassembler:
         return f"{self.name} {version_text(self.version)}"
 
     def is_new_enough(self, version: Sequence[int]) -> bool:
-        """Whether it reads what a compiler of that version writes; () is of an unknown one."""
+        """Whether it reads the output of a compiler of that version; () is an unknown version."""
         return tuple(version[:2]) <= self.version[:2]
 
 
@@ -48,8 +48,8 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def candidates(name: str) -> list[Path]:
-    """The programs of that name, each once, in this order: CUDA_HOME, CUDA_PATH, the packages
-    nvidia-cuda-... of PyPI among the installed ones, PATH, DEFAULT_CUDA_HOME."""
+    """The programs of that name, each once, in this order: CUDA_HOME, CUDA_PATH, the installed
+    packages nvidia-cuda-... of PyPI, PATH, DEFAULT_CUDA_HOME."""
     homes = (os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH"))
     folders = [Path(home) / "bin" for home in homes if home]
     for entry in sys.path:
@@ -66,10 +66,11 @@ def candidates(name: str) -> list[Path]:
 
 
 def find_disassemblers(name: str) -> list[Disassembler]:
-    """The `candidates`, the newest first, one of each version.
+    """The `candidates`, one of each version, the newest first.
 
-    The newest, because each reads the files of its own release and of older ones, but for
-    architectures that were dropped. Raises SassError without any, saying what to install.
+    The newest comes first because each version reads the files of its own release and of older
+    ones, except for dropped architectures. Raises SassError without any; the message says what to
+    install.
     """
     found: dict[tuple[int, ...], Disassembler] = {}
     for program in candidates(name):
@@ -88,7 +89,7 @@ def find_disassemblers(name: str) -> list[Disassembler]:
 
 
 def find_disassembler(name: str) -> Disassembler:
-    """The newest of `find_disassemblers`, which tells what is raised."""
+    """The newest of `find_disassemblers`, with the same errors."""
     return find_disassemblers(name)[0]
 
 
@@ -120,7 +121,8 @@ def run_program(program: Path, *arguments: str | Path) -> str:
 
 
 def _reason(result: subprocess.CompletedProcess[bytes]) -> str:
-    """Why a program failed, on one line. It says so last, after any warnings."""
+    """The reason why a program failed, on one line: the last line of its output, after any
+    warnings."""
     said = _PREFIX.sub("", result.stderr.decode(errors="replace")).split("\n")
     lines = list(dict.fromkeys(line.strip() for line in said if line.strip()))
     if lines:
@@ -131,9 +133,9 @@ def _reason(result: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def require_new_enough(tool: Disassembler, writer: str, version: Sequence[int], file: str) -> None:
-    """Raise SassError if what wrote `file` is of a newer release than the disassembler.
+    """Raise SassError if the program that wrote `file` is of a newer release than the disassembler.
 
-    writer, version: such as "ptxas" and (13, 0, 88); nothing is said of an unknown version.
+    `writer`, `version`: such as "ptxas" and (13, 0, 88); an unknown version is accepted.
     """
     if not tool.is_new_enough(version):
         raise SassError(

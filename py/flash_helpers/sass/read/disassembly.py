@@ -1,13 +1,13 @@
 """Disassembly of kernels by nvdisasm, with their line tables.
 
-nvdisasm runs once on each file, for a listing that tells the instructions and, if asked for, the
-live registers, which take most of the time. Control words come from the code's bytes. What the
-newest nvdisasm refuses, as 13.5 does sm_70, an older one reads.
+nvdisasm runs once on each file, for a listing of the instructions and, if asked for, the live
+registers, which take most of the time. Control words come from the code's bytes. A file that the
+newest nvdisasm refuses (13.5 refuses sm_70) is read by an older one.
 
-Live registers are not told of the NOPs that fill a section, which nvdisasm then leaves out of the
-text, and not of calls: there it counts what any function of the file might need, 172 between two
-instructions of 115 in a kernel that does not even call anything, since ptxas for sm_80 to sm_89
-leaves some loops with a CALL.
+Live registers are missing for the NOPs that fill a section, which nvdisasm then leaves out of the
+text, and for calls. At a CALL nvdisasm counts the registers that any function of the file might
+need. In one kernel that was 172 between two instructions with 115, though it calls no function:
+ptxas for sm_80 to sm_89 leaves some loops with a CALL.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _NOP, _OPCODE_BITS = 0x918, 0xFFF
 
 @dataclass(frozen=True)
 class Disassembly:
-    """The output of nvdisasm and the line tables for one kernel, an item of each per instruction.
-    live: all None where it was not asked for."""
+    """The output of nvdisasm and the line tables for one kernel, with one item of each per
+    instruction. `live`: all None if live registers were not asked for."""
 
     operations: tuple[Operation, ...]
     live: tuple[LiveRegisters | None, ...]
@@ -61,8 +61,8 @@ class Disassembly:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A kernel to disassemble: the file that holds its cubin, the cubin, the kernel. Each is
-    itself alone, so that it can be a key."""
+    """A kernel to disassemble: the file that holds its cubin, the cubin, the kernel. Requests
+    compare by identity, so that they can be keys."""
 
     member: Member
     cubin: Cubin
@@ -76,15 +76,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """Kernels that one run of nvdisasm takes: of one cubin, or self-contained ones of several that
-    can be merged."""
+    """Kernels for one run of nvdisasm: the kernels of one cubin, or self-contained kernels of
+    several cubins that can be merged."""
 
     requests: tuple[Request, ...]
     merged: bool
 
 
 def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
-    """The requests in batches, of about one size for each worker, unless there are too few."""
+    """The requests in batches of about equal size, one per worker, unless there are too few
+    requests."""
     planned: list[Batch] = []
     mergeable: dict[bytes, list[Request]] = {}
     of_cubin: dict[Member, list[Request]] = {}
@@ -106,8 +107,9 @@ def disassemble(
 ) -> list[Disassembly]:
     """The disassembly of each request.
 
-    tools: nvdisasm in all of its versions, the one to begin with first. folder: where cubins are
-    written for it. live: with live registers. Raises SassError if none can read one.
+    `tools`: nvdisasm in all of its versions, in the order of use. `folder`: folder for the cubins
+    that it reads. `live`: with live registers. Raises SassError for a kernel that no version can
+    read.
     """
     if not batch.merged:
         return _disassemble(tools, batch.requests, folder, live)

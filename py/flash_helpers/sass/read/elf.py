@@ -1,11 +1,12 @@
-"""A cubin as an ELF file: its kernels, their code, and what its headers say of them.
+"""A cubin as an ELF file: its kernels, their code, and the facts about them in its headers.
 
-The layout is that of the System V ABI, "Object Files". What NVIDIA put into the sections is
-described in the section .nv.info and was checked against `ptxas -v` and `cuobjdump -res-usage`;
-attributes are numbered as in nvdisasm's output (EIATTR_...).
+The layout is that of the System V ABI, "Object Files". The section .nv.info describes the contents
+of NVIDIA's sections, which were checked against `ptxas -v` and `cuobjdump -res-usage`; attributes
+are numbered as in nvdisasm's output (EIATTR_...).
 
-The tables of sections and symbols are read here and not by pyelftools, which takes 1.6 s for those
-of the 420 cubins of the library, and a copy of each file; here all of list_kernels takes 0.2 s.
+The tables of sections and symbols are read by this module, not by pyelftools. pyelftools takes 1.6
+s for the tables of the library's 420 cubins, and a copy of each file; all of list_kernels takes 0.2
+s here.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _FORMAT_SIZED = 4  # the others hold their value in place of the size
 
 @dataclass(frozen=True)
 class Section:
-    """A section of an ELF file. kind: sh_type. content: of the file, as it lies there; empty where
-    it holds none of the section."""
+    """A section of an ELF file. `kind`: sh_type. `content`: its bytes as they lie in the file;
+    empty where the file holds none."""
 
     index: int
     name: str
@@ -88,7 +89,7 @@ _NOTHING = Section(0, "", kind=0, flags=0, link=0, info=0, size=0, content=b"")
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol. section: index of the section that it points into, 0 if there is none."""
+    """A symbol. `section`: index of the section that it points into, 0 if there is none."""
 
     index: int
     name: str
@@ -103,13 +104,14 @@ class Symbol:
 class CubinKernel:
     """One kernel, or a device function that has a section of its own, as the headers describe it.
 
-    is_function: it is no kernel. symbol_index: in the symbol table. attributes: its section
-    .nv.info, without what refers to the cubin's symbols. functions: what its section holds, by
-    address from its start. self_contained: the code needs nothing outside of its section to be
-    understood: it has no relocations, no jump tables, and calls no other function. spills:
-    addresses of the instructions that spill a register or bring it back; None where the compiler
-    did not mark them. Spill bytes in `resources` are 0: only the code tells them. jump_tables: the
-    targets of each computed jump by its address, from the start of the section.
+    `is_function`: whether it is a device function, not a kernel. `symbol_index`: index in the
+    symbol table. `attributes`: its section .nv.info, without references to the cubin's symbols.
+    `functions`: the functions in its section, by address from the section's start.
+    `self_contained`: whether the code can be understood without other sections: it has no
+    relocations, no jump tables, and calls no other function. `spills`: addresses of the
+    instructions that spill a register or bring it back; None where the compiler did not mark them.
+    Spill bytes in `resources` are 0: only the code tells them. `jump_tables`: the targets of each
+    computed jump by its address, from the start of the section.
     """
 
     symbol: str
@@ -133,8 +135,9 @@ class CubinKernel:
 class Cubin:
     """The content of an ELF file for one architecture.
 
-    origin: its name, for messages and records. header: of the file. relocatable: it has not been
-    linked yet. ptx: what it was compiled from, which -lineinfo puts into it; None without.
+    `origin`: its name, for messages and records. `header`: header of the file. `relocatable`:
+    whether it has not been linked yet. `ptx`: the PTX that it was compiled from, which -lineinfo
+    puts into it; None without it.
     """
 
     origin: str
@@ -176,7 +179,7 @@ class _DamagedError(SassError):
 
     @property
     def readable(self) -> str:
-        """With the names in C++ of symbols."""
+        """The message with the C++ names of symbols."""
         return with_demangled_symbols(str(self))
 
 
@@ -260,12 +263,12 @@ def _symbols(sections: Sequence[Section]) -> Iterator[Symbol]:
 
 
 def read_cubin(data: Content, origin: str, architecture: str | None = None) -> Cubin:
-    """The kernels and device functions of a cubin, by their order in the symbol table.
+    """The kernels and device functions of a cubin, in their order in the symbol table.
 
-    architecture: what the file that held the cubin calls it, such as "sm_90a". It is believed where
-    the cubin itself does not tell, and has the same number.
+    `architecture`: the architecture by the file that held the cubin, such as "sm_90a". It counts if
+    the cubin itself does not tell one, and has the same number.
 
-    Raises SassError if the file is none, is damaged, or is for an architecture before sm_70.
+    Raises SassError if the file is no cubin, is damaged, or is for an architecture before sm_70.
     """
     machine = elf_machine(bytes(data[:ELF_HEADER_BYTES]))
     if machine != EM_CUDA:
@@ -412,7 +415,8 @@ def _words(payload: bytes) -> tuple[int, ...]:
 
 
 def _common_attributes(sections: Mapping[str, Section]) -> dict[tuple[int, int], int]:
-    """The attributes of .nv.info that hold one number for one function, by number and symbol."""
+    """The attributes of .nv.info that hold one value for one function, by attribute number and
+    symbol."""
     found = {}
     for attribute, payload, _ in _records(sections.get(".nv.info", _NOTHING)):
         if len(payload) == 8:
@@ -422,7 +426,8 @@ def _common_attributes(sections: Mapping[str, Section]) -> dict[tuple[int, int],
 
 
 def _registers(attributes: Mapping[tuple[int, int], int], symbol: Symbol, section: Section) -> int:
-    """EIATTR_REGCOUNT, and the section header's top byte, which sm_90 leaves empty."""
+    """Registers per thread: EIATTR_REGCOUNT, and the section header's top byte, which sm_90 leaves
+    empty."""
     in_header = section.info >> 24
     told = attributes.get((EIATTR_REGCOUNT, symbol.index), in_header)
     if in_header not in (0, told) or not 0 < told <= 256:
@@ -434,8 +439,8 @@ def _registers(attributes: Mapping[tuple[int, int], int], symbol: Symbol, sectio
 
 
 def _stack(attributes: Mapping[tuple[int, int], int], symbol: Symbol) -> int | None:
-    """The kernel's own frame with those of what it calls; None where the compiler could not tell,
-    as with recursion."""
+    """Bytes of the stack: the kernel's own frame with the frames of the functions that it calls;
+    None where the compiler could not tell, as with recursion."""
     frame = attributes.get((EIATTR_FRAME_SIZE, symbol.index), 0)
     with_calls = attributes.get((EIATTR_MIN_STACK_SIZE, symbol.index), 0)
     return None if with_calls == _UNKNOWN_STACK else max(frame, with_calls)
@@ -451,8 +456,8 @@ def _spills(own: Mapping[int, bytes], compiler: Compiler) -> frozenset[int] | No
 
 
 def _jump_tables(payload: bytes) -> dict[int, tuple[int, ...]]:
-    """The targets of each jump in EIATTR_INDIRECT_BRANCH_TARGETS, which has the address of each, a
-    word of flags, the number of its targets, and these."""
+    """The targets of each jump in EIATTR_INDIRECT_BRANCH_TARGETS, which has the address of each
+    jump, a word of flags, the number of targets, and the targets."""
     words, found = _words(payload), {}
     at = 0
     while at + 3 <= len(words):
@@ -465,7 +470,8 @@ def _jump_tables(payload: bytes) -> dict[int, tuple[int, ...]]:
 
 
 def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: int) -> int:
-    """Bytes of .nv.shared.<kernel>, which the linker starts with what is reserved on sm_90."""
+    """Bytes of .nv.shared.<kernel>, less the reserved bytes with which the linker starts it on
+    sm_90."""
     section = sections.get(f".nv.shared.{kernel}")
     if section is not None and section.size < reserved:
         raise _DamagedError(

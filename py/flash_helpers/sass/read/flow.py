@@ -1,6 +1,6 @@
 """Basic blocks and loops of a kernel's machine code. Standard library only.
 
-What ends a block and what does not, since Volta:
+The ends of basic blocks, since Volta:
 
 - BSSY names where diverged lanes meet again, and BSYNC waits for them there; BREAK takes lanes out
   of that, WARPSYNC waits for lanes by mask. None of these jumps.
@@ -35,12 +35,13 @@ JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
 
 
 def may_execute(operation: Operation) -> bool:
-    """False for what a guard of @!PT or @!UPT turns off for good."""
+    """False for an instruction that a guard of @!PT or @!UPT turns off for good."""
     return operation.predicate not in NEVER
 
 
 def is_jump(operation: Operation) -> bool:
-    """True for what may continue elsewhere than at the next instruction, or not at all."""
+    """True for an instruction after which control may continue elsewhere than at the next
+    instruction, or end."""
     return (operation.base in JUMPS or operation.opcode == _TRAP) and may_execute(operation)
 
 
@@ -58,7 +59,7 @@ def reach(start: int, neighbours: Callable[[int], Iterable[int]]) -> set[int]:
 
 def padding_start(operations: Sequence[Operation]) -> int:
     """Index of the first instruction of the padding: the NOPs that fill the section at its end, and
-    the jump to itself before them. The number of instructions if there is none."""
+    the jump to itself before them. It is the number of instructions if there is no padding."""
     start = len(operations)
     while start and operations[start - 1].base == "NOP":
         start -= 1
@@ -74,8 +75,8 @@ def padding_start(operations: Sequence[Operation]) -> int:
 
 
 def is_trap_stub(kernel: Kernel) -> bool:
-    """Whether a kernel does nothing but trap, as where its author left out an architecture: before
-    the padding it has one block, which ends with BPT.TRAP."""
+    """Whether a kernel only traps, as in an architecture that its author left out: before the
+    padding it has one block, which ends with BPT.TRAP."""
     code = kernel.instructions[: padding_start(kernel.instructions)]
     jumps = [operation for operation in code if is_jump(operation)]
     return len(jumps) == 1 and jumps[0].opcode == _TRAP and not _falls_through(jumps[0])
@@ -86,12 +87,12 @@ def control_flow(
 ) -> tuple[tuple[Block, ...], tuple[Loop, ...]]:
     """The basic blocks of a kernel, by address, and its loops, by the address of their headers.
 
-    operations: the whole kernel, in order of address. Every instruction is in a block. jump_tables:
-    the targets of computed jumps, by the address of the jump.
+    `operations`: the whole kernel, in order of address. Every instruction is in a block.
+    `jump_tables`: the targets of computed jumps, by the address of the jump.
 
-    A loop is a set of blocks of which each can reach each other, all loops with one header merged.
-    Where control can enter such a set at several blocks, the first that is reached from the entry
-    counts as the header. A routine that is called from one loop only is part of the loop.
+    A loop is a set of blocks in which each block can reach each other block; loops with one header
+    are merged. Where control can enter such a set at several blocks, the first block reached from
+    the entry counts as the header. A routine that is called from one loop only is part of the loop.
     """
     if not operations:
         return (), ()
@@ -102,8 +103,8 @@ def control_flow(
 def calls_itself(
     operations: Sequence[Operation], jump_tables: Mapping[int, Sequence[int]] | None = None
 ) -> bool:
-    """Whether a routine of a kernel calls itself, be it through others. The arguments are those of
-    `control_flow`."""
+    """Whether a routine of a kernel calls itself, directly or through other routines. The arguments
+    are those of `control_flow`."""
     if not any(operation.base in CALLS for operation in operations):
         return False
     graph = _Graph.of(operations, jump_tables or {})
@@ -122,7 +123,7 @@ def calls_itself(
 
 
 def _falls_through(operation: Operation) -> bool:
-    """Whether the next instruction may come next; of a CALL, leaving returns aside."""
+    """Whether control may go on to the next instruction; for a CALL, returns are left aside."""
     if not is_jump(operation):
         return True
     conditional = operation.predicate not in ALWAYS
@@ -141,8 +142,9 @@ def _jumps_to_itself(operation: Operation) -> bool:
 
 @dataclass(frozen=True)
 class _Graph:
-    """successors: of each block. calls: block to the first block of the routine that it calls and
-    that comes back. padding: the block that the padding begins with, or the number of blocks."""
+    """A control-flow graph. `successors`: successors of each block. `calls`: for a block that calls
+    a routine which returns, the routine's first block. `padding`: the first block of the padding,
+    or the number of blocks."""
 
     blocks: tuple[Block, ...]
     successors: Sequence[tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Line tables of a cubin: which CUDA line, and which PTX line, an instruction came from.
+"""Line tables of a cubin: the CUDA line and the PTX line from which each instruction came.
 
 .debug_line is a DWARF 2 line program (DWARF Debugging Information Format 2.0.0, section 6.2) with
 an extended opcode of NVIDIA's, 0x90: the rows that follow were inlined, at the location of the row
@@ -49,13 +49,13 @@ class LineTable:
     chains: Sequence[Chain] = ()
 
     def at(self, address: int) -> Chain:
-        """The location of an instruction; empty where the table tells none."""
+        """The location of an instruction; empty where the table has none."""
         index = bisect_right(self.addresses, address)
         return self.chains[index - 1] if index else ()
 
 
 def read_line_tables(cubin: Cubin, name: str) -> dict[int, LineTable]:
-    """The tables of the section `name` of a cubin, by the index of the code section they are of.
+    """The tables of the section `name` of a cubin, by the index of their code section.
 
     Empty without that section. Raises SassError for a damaged one.
     """
@@ -157,7 +157,7 @@ class _Unit:
         self.stream.seek(start + 10 + header_length)
 
     def run(self, found: defaultdict[int, dict[int, Chain]]) -> None:
-        """Execute the program; what it says is added by section and address."""
+        """Execute the program; its rows are added by section and address."""
         chains: list[Chain] = []  # of each row
         sequence: dict[int, Chain] = {}  # of rows at one address the last one counts
         address, file, line, inlined_at, section, first = 0, 1, 1, 0, 0, 0
@@ -209,7 +209,8 @@ class _Unit:
             raise ValueError("its program does not end where its header says")
 
     def _chain(self, chains: Sequence[Chain], file: int, line: int, inlined_at: int) -> Chain:
-        """The next row's, inlined at a row whose number counts from 1, at none if that is 0."""
+        """The chain of the next row, inlined at the row with a number that counts from 1; 0 is no
+        row."""
         number = len(chains) + 1
         if inlined_at >= number:  # also what keeps chains finite
             raise ValueError(f"row {number} is inlined at row {inlined_at}")

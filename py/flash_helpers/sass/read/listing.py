@@ -1,7 +1,7 @@
-"""Text listings of SASS: what nvdisasm, cuobjdump and this repository's tools print.
+"""Text listings of SASS, as nvdisasm, cuobjdump and this repository's tools print them.
 
-Read from text, a listing tells less than the cubin it was made from; `reader` reads that. Three
-things to know of the formats (nvdisasm and cuobjdump 13):
+A listing tells less than the cubin that it was made from; `reader` reads cubins. Three things to
+know of the formats (nvdisasm and cuobjdump 13):
 
 - without `-c`, nvdisasm also prints the data sections, in lines that begin with an address too;
 - with `-plr` it leaves out the NOPs that fill a section;
@@ -60,9 +60,10 @@ class Kind(Enum):
 class Line(NamedTuple):
     """A line of a listing.
 
-    text: without address, remark and hints, one space between words. remark: what stands behind the
-    text: encodings, live registers, where it came from. name: of the function, the architecture or
-    the label. address: None where there is none. instruction: predicate, opcode and operands.
+    `text`: without address, remark and hints, one space between words. `remark`: the comment behind
+    the `text`: encodings, live registers, source lines. `name`: name of the function, the
+    architecture or the label. `address`: None for a line without one. `instruction`: predicate,
+    opcode and operands.
     """
 
     kind: Kind
@@ -75,9 +76,10 @@ class Line(NamedTuple):
 
 
 def scan(text: str, name: str) -> Iterator[Line]:
-    """The lines of a listing, but for those that hold the second half of an encoding.
+    """The lines of a listing, except those with the second half of an encoding.
 
-    name: of the file, for errors. Raises SassError for a line of code that is no instruction.
+    `name`: name of the file, for errors. Raises SassError for a line of code that is no
+    instruction.
     """
     in_data = False
     for number, line in enumerate(text.split("\n"), start=1):
@@ -126,9 +128,10 @@ def _no_instruction(name: str, number: int, line: str) -> SassError:
 class ListedFunction:
     """One function of a listing.
 
-    name: its symbol. architecture: such as "sm_90". Each "" where the listing does not tell.
-    lines: those with instructions, by address, which counts from 0 where there is none. labels: the
-    addresses that they stand for. live_columns: of the table of live registers, if there is one.
+    `name`: its symbol. `architecture`: such as "sm_90". Each is "" where the listing does not tell.
+    `lines`: lines with instructions, by address, which counts from 0 in a listing without
+    addresses. `labels`: the addresses of labels. `live_columns`: columns of the table of live
+    registers, if there is one.
     """
 
     name: str
@@ -153,7 +156,7 @@ class ListedFunction:
 
     @cached_property
     def live_registers(self) -> dict[int, LiveRegisters]:
-        """Live registers at each address, of those that the listing has them of."""
+        """Live registers by address, as far as the listing has them."""
         rows = {at: line.remark.removeprefix(_LIVE) for at, line in self.lines.items()}
         told = self.live_columns and {a: r for a, r in rows.items() if r != self.lines[a].remark}
         return {address: _live_row(row, self.live_columns) for address, row in (told or {}).items()}
@@ -194,7 +197,7 @@ def _live_row(row: str, columns: tuple[str, ...]) -> LiveRegisters:
 def decode(data: bytes, name: str) -> str:
     """The text of a listing or of a file of counts, with line ends of "\\n".
 
-    name: of the file, for errors. Raises SassError for what is no text.
+    `name`: name of the file, for errors. Raises SassError for content that is no text.
     """
     if error := mistaken(name, data, FileKind.SASS):
         raise SassError(error)
@@ -211,7 +214,8 @@ def is_binary(data: bytes) -> bool:
 def parse_listing(text: str, name: str) -> list[ListedFunction]:
     """The functions of a listing that have instructions, in its order.
 
-    name: of the file, for errors. Raises SassError, naming the line, for what is no listing.
+    `name`: name of the file, for errors. Raises SassError, naming the line, for a text that is no
+    listing.
     """
     architecture = ""
     functions: list[ListedFunction] = []
@@ -264,8 +268,8 @@ def is_counts(text: str) -> bool:
 def counts_in_text(text: str, name: str) -> dict[str, Counter[str]]:
     """Instructions by bucket and opcode, of a text that `is_counts`.
 
-    The keys are those of COUNT_COLUMNS; lines of "COUNT OPCODE" only tell "count". name: of the
-    file, for errors. Raises SassError for a line that is something else.
+    The keys are those of COUNT_COLUMNS; lines of "COUNT OPCODE" only tell "count". `name`: name of
+    the file, for errors. Raises SassError for any other line.
     """
     columns: tuple[str, ...] = COUNT_COLUMNS[:1]
     found: dict[str, Counter[str]] = {}

@@ -1,10 +1,10 @@
-"""Kernels of several cubins in one, so that nvdisasm, which takes a third of a second to start but
-milliseconds for a kernel, starts once for all of them.
+"""Kernels of several cubins merged into one, so that nvdisasm starts once for all of them: a start
+takes a third of a second, a kernel milliseconds.
 
 Only kernels whose code stands for itself can be moved like this: `CubinKernel.self_contained`. Of
 their attributes, COOP_GROUP_INSTR_OFFSETS (0x28) tells nvdisasm where registers are live in all
-lanes, so they move along. That nvdisasm says the same of kernels there as in their own cubins is
-checked in the tests.
+lanes, so they move along. The tests check that nvdisasm prints the same for merged kernels as for
+their own cubins.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def merged_name(index: int) -> str:
 
 
 def merged_cubin(header: bytes, kernels: Sequence[CubinKernel]) -> bytes:
-    """A cubin with the code and attributes of `kernels`, called by `merged_name`. header: of one of
-    their own cubins."""
+    """A cubin with the code and attributes of `kernels`, called by `merged_name`. `header`: header
+    of one of their own cubins."""
     named = [(n, merged_name(n), kernel) for n, kernel in enumerate(kernels)]
     names, name_at = _string_table([name for _, name, _ in named])
     symbols = bytes(_SYMBOL.size) + b"".join(

@@ -1,34 +1,36 @@
 """Properties of opcodes: their class, the pipe that executes them, and their cost there.
 
 A cost is the number of cycles for which one warp instruction occupies a pipe of an SM, all four
-sub-partitions taken together: 32 lanes over the results per clock and SM. A pipe of which each
-sub-partition has 16 lanes thus takes 0.5 cycles. Sub-partitions work side by side, so that a warp
-alone waits four times as long as that. Standard library only.
+sub-partitions taken together: 32 lanes over the results per clock and SM. A pipe with 16 lanes per
+sub-partition thus takes 0.5 cycles. Sub-partitions work side by side, so that a single warp waits
+four times as long. Standard library only.
 
 Sources, as the rows below name them:
 
 - guide: CUDA C++ Programming Guide 12.6, "Arithmetic Instructions", results per clock and SM.
-- profiler: Nsight Compute's Kernel Profiling Guide, "Pipelines": which instructions a pipe takes.
-- forum: NVIDIA developer forum, threads 302018 and 108729: the ALU executes integers but IMAD,
-  logic, and data movement; on 8.0 the FMA pipe executes IMAD and FP32; from 8.6 on it has two
-  halves, of which FMA heavy executes IMAD and FP32, FMA lite FP32 only, and FP16 takes both.
+- profiler: Nsight Compute's Kernel Profiling Guide, "Pipelines": the instructions of each pipe.
+- forum: NVIDIA developer forum, threads 302018 and 108729. The ALU executes integers except IMAD,
+  logic, and data movement. On 8.0 the FMA pipe executes IMAD and FP32. From 8.6 on it has two
+  halves: FMA heavy executes IMAD and FP32, FMA lite FP32 only, and FP16 takes both.
 - XLA: its device description of the A100.
 - measured: mma.sync on an H100, instructions and cycles as Nsight Compute counts them
-  (benchmarks/mma_cycles.py); wgmma there, by the SM's own clock: 4096 operations a cycle in every
-  shape and with either operand A, once two warp groups issue.
-- white papers: NVIDIA's of the A100, the H100, the Turing and the Ada GPUs, dense peak rates over
-  SMs and clock. Of GeForce cards those of the Ada paper, which repeats them for Ampere; cards for
-  professionals accumulate in fp32 twice as fast. Peaks in 10^12 operations a second are, for an RTX
-  2080 Ti (68 SMs, 1635 MHz), 113.8 of fp16, 56.9 with fp32 sums, 227.7 of int8, 455.4 of int4; for
-  an RTX 4090 (128 SMs, 2520 MHz) 330.3, 165.2, 660.6 and 1321.2, 82.6 of tf32, 660.6 of fp8, 330.3
-  with fp32 sums. An RTX 4080 was measured at these rates, but for int4 (ReinForce-II/mmapeak, pull
-  request 5).
-- specifications: for a GeForce RTX 5090 (170 SMs, 2407 MHz) 419 of fp16 and 838 of int8; for an RTX
-  5050 (20 SMs, 2570 MHz) 52.6 of fp16, 26.3 with fp32 sums, 13.2 of tf32, 105.3 of int8 and of fp8.
-  Of fp8 with fp32 sums they tell half, which measurements exceed (xzwgit/gpu-flops-bench), and of
-  int4 nothing: both are unknown.
+  (benchmarks/mma_cycles.py). wgmma there, by the SM's own clock: 4096 operations per cycle in every
+  shape and with either operand A, once two warpgroups issue.
+- white papers: NVIDIA's white papers of the A100, the H100, the Turing and the Ada GPUs: dense peak
+  rates over SMs and clock. The rates of GeForce cards are those of the Ada paper, which repeats
+  them for Ampere; cards for professionals accumulate in fp32 twice as fast. Peaks in 10^12
+  operations per second follow.
+  RTX 2080 Ti (68 SMs, 1635 MHz): 113.8 in fp16, 56.9 with fp32 sums, 227.7 in int8, 455.4 in int4.
+  RTX 4090 (128 SMs, 2520 MHz): 330.3 in fp16, 165.2 with fp32 sums, 660.6 in int8, 1321.2 in int4,
+  82.6 in tf32, 660.6 in fp8, 330.3 in fp8 with fp32 sums.
+  An RTX 4080 was measured at these rates, except int4 (ReinForce-II/mmapeak, pull request 5).
+- specifications: those of GeForce cards, in the same unit.
+  RTX 5090 (170 SMs, 2407 MHz): 419 in fp16, 838 in int8.
+  RTX 5050 (20 SMs, 2570 MHz): 52.6 in fp16, 26.3 with fp32 sums, 13.2 in tf32, 105.3 in int8 and
+  in fp8. They give half for fp8 with fp32 sums, which measurements exceed
+  (xzwgit/gpu-flops-bench), and nothing for int4: both count as unknown.
 - utilities: CUDA Binary Utilities 13, "Instruction Set Reference", for the classes. Those of Hopper
-  and Blackwell were compared with what ptxas 13.0 makes of the PTX instructions.
+  and Blackwell were compared with the SASS that ptxas 13.0 makes of the PTX instructions.
 
 A source that ends in a question mark is from memory or deduced; nothing else may rest on it.
 """
@@ -42,7 +44,7 @@ from dataclasses import dataclass
 
 UNKNOWN_PIPE = "unknown"
 
-ISSUE_CYCLES = 0.25  # four schedulers an SM, an instruction a cycle each
+ISSUE_CYCLES = 0.25  # four schedulers per SM, each one instruction per cycle
 # Cycles from an HMMA to the first instruction that may use its result: Mesa's table for its NAK
 # compiler, and nvdisasm's own.
 HMMA_LATENCY = (17, 27)
@@ -52,7 +54,7 @@ _PIPE_OF: dict[str, str] = {}  # of a class
 
 
 def _class(name: str, pipe: str, opcodes: str = "") -> str:
-    """A class of opcodes, entered into the two tables. pipe: where a source tells it."""
+    """A class of opcodes, entered into the two tables. `pipe`: where a source tells it."""
     _CLASS_OF.update(dict.fromkeys(opcodes.split(), name))
     _PIPE_OF[name] = pipe
     return name
@@ -155,8 +157,8 @@ _GUIDE_AT_64 = frozenset(
 class Throughput:
     """The throughput of an opcode.
 
-    cycles: of an SM, for one warp instruction (see the module). source: where the number is from.
-    certain: False where the source is memory, or a deduction.
+    `cycles`: cycles of an SM per warp instruction (see the module). `source`: the source of the
+    number. `certain`: False where the source is memory, or a deduction.
     """
 
     cycles: float
@@ -167,13 +169,13 @@ class Throughput:
 KNOWN = (75, 80, 86, 89, 90)  # compute capabilities
 TENSOR_KNOWN = (*KNOWN, 120)  # those of tensor instructions at least
 
-# What four warps execute together, each issuing it.
+# Instructions that four warps execute together, each issuing them.
 GROUP_TENSOR = frozenset({"HGMMA", "IGMMA", "QGMMA", "BGMMA"})
 GROUP_WARPS = 4
 
 # Rows, columns and depth of a tile; those of warps, of 8 columns, print nothing between them.
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)|(8|16)(8)(4|8|16|32|64|128|256)")
-# Operations an SM and cycle by what `_kind` tells.
+# Operations per SM and cycle, by the result of `_kind`.
 _GEFORCE = {"f16 f16": 1024, "f16 f32": 512, "i8": 2048, "i4": 4096}
 _TENSOR_RATES = {
     (capability, kind): rate
@@ -207,15 +209,15 @@ _HMMA_16816_F32 = {
     80: Throughput(2.0, "XLA's device description of the A100"),
     90: Throughput(1.5, "measured with mma.sync on an H100"),
 }
-_SHARED = "wavefronts of 128 bytes, one a clock?"
+_SHARED = "wavefronts of 128 bytes, one per clock?"
 _IMAD_SOURCE = "as integer instructions?"
 
 
 def classify(opcode: str, operands: str = "") -> str:
-    """The class of an opcode with its modifiers, one of CLASSES; "other" for one that is not known.
+    """The class of an opcode with its modifiers, one of CLASSES; "other" for an unknown opcode.
 
-    IMAD has five classes, since ptxas uses the multiplier to move, shift and add too.
-    operands: as printed; they alone tell that `IMAD.U32 R2, RZ, RZ, UR4` is a move.
+    IMAD has five classes, since ptxas uses the multiplier to move, shift and add too. `operands`:
+    as printed; they alone tell that `IMAD.U32 R2, RZ, RZ, UR4` is a move.
     """
     base, *modifiers = opcode.split(".")
     name = _CLASS_OF.get(base, OTHER)
@@ -233,7 +235,8 @@ def pipe(opcode: str, capability: int) -> str:
     """The pipe that executes an opcode on a compute capability such as 90; "unknown" where no
     source tells, or where sources differ.
 
-    From 8.6 on "fma" is both halves of the FMA pipe, "fmaheavy" the one that multiplies integers.
+    From 8.6 on "fma" is both halves of the FMA pipe, and "fmaheavy" the half that multiplies
+    integers.
     """
     name = classify(opcode)
     if opcode.partition(".")[0] in _WITHOUT_PIPE:
@@ -251,8 +254,8 @@ def throughput(opcode: str, capability: int) -> Throughput | None:
     8.9 and 12.0 are those of GeForce: cards for professionals take half as long. An instruction of
     a warp group, which each of its four warps issues, costs each of them a quarter.
 
-    capability: such as 90; for others than KNOWN nothing is known but, of TENSOR_KNOWN, tensor
-    instructions.
+    `capability`: such as 90. Only KNOWN capabilities have costs; those in TENSOR_KNOWN have costs
+    of tensor instructions.
     """
     base = opcode.partition(".")[0]
     name = classify(opcode)
@@ -282,8 +285,8 @@ def cost(opcode: str, capability: int) -> float | None:
 
 
 def tensor_shape(opcode: str) -> tuple[int, int, int] | None:
-    """Rows, columns and depth of what a dense tensor instruction multiplies. None where the opcode
-    does not tell, as for sparse ones, and those that read their shape from a descriptor."""
+    """Rows, columns and depth of the product of a dense tensor instruction. None where the opcode
+    does not tell, as for sparse instructions and those that read their shape from a descriptor."""
     _, *modifiers = opcode.split(".")
     if not modifiers or classify(opcode) != TENSOR:
         return None
@@ -304,8 +307,8 @@ def tensor_operations(opcode: str) -> int | None:
 
 
 def tensor_peak(capability: int) -> int | None:
-    """Operations that an SM's tensor cores do in a cycle at most: dense products of 16 bits with
-    sums in fp32, on 9.0 by wgmma. GeForce and None as for `throughput`."""
+    """Most operations per cycle of an SM's tensor cores: dense products of 16 bits with sums in
+    fp32, on 9.0 by wgmma. GeForce and None are as in `throughput`."""
     return _TENSOR_RATES.get((capability, "f16 f32"))
 
 
@@ -343,7 +346,8 @@ def _kind(opcode: str) -> str:
 
 
 def _shared_throughput(opcode: str) -> Throughput:
-    """128 bytes a clock: four 8x8 matrices, or 16 bytes a lane, take four."""
+    """The cost of shared-memory accesses, at 128 bytes per clock: four 8x8 matrices, or 16 bytes
+    per lane, take four clocks."""
     modifiers = opcode.split(".")
     if modifiers[0] in ("LDSM", "STSM"):
         width = next((int(m) for m in reversed(modifiers) if m in ("1", "2", "4")), 1)

@@ -1,4 +1,4 @@
-"""From a file with machine code to one record an instruction."""
+"""The reader of machine code: from a file to one record per instruction."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ SourcesOf = Callable[[str, Sequence[Chain]], Sequence[Chain]]
 
 
 class FoundKernel(NamedTuple):
-    """A kernel or a device function of a file. member: the cubin that it is in; "" if that is the
-    file."""
+    """A kernel or a device function of a file. `member`: the name of its cubin in the file; "" if
+    the file is the cubin."""
 
     architecture: str
     symbol: str
@@ -74,7 +74,7 @@ def list_kernels(
 ) -> list[Found]:
     """Architecture and symbol of the kernels in a file, without disassembling.
 
-    architecture, names: as for `iter_kernels`, which also tells what is raised.
+    `architecture`, `names`: as in `iter_kernels`, which also lists the errors.
     """
     return [kernel.found for kernel in find_kernels(path, architecture, names)]
 
@@ -82,8 +82,8 @@ def list_kernels(
 def find_kernels(
     path: Path, architecture: str | None = None, names: Iterable[str] = (), member: str = ""
 ) -> list[FoundKernel]:
-    """The kernels and device functions in a file, without disassembling; the arguments are those of
-    `iter_kernels`, which also tells what is raised."""
+    """The kernels and device functions in a file, without disassembling; the arguments and errors
+    are those of `iter_kernels`."""
     return [kernel for _, kernel in chosen_kernels(path, architecture, names, member)]
 
 
@@ -101,17 +101,17 @@ def iter_kernels(
     """The kernels and device functions in a cubin, fatbin, object file, library or program, a few
     of them in memory at a time.
 
-    architecture: such as "sm_90"; None takes all. names: which kernels to take, as
-    `choice.matching` takes them; without any, all. member: name of a cubin in the file, or a part
-    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. live:
-    tell live registers, which take most of the time. sources: makes of a kernel's symbol and the
-    CUDA lines of its instructions those that are told. progress: called with the number of kernels
-    that are read and of all, while they are being disassembled.
+    `architecture`: such as "sm_90"; None takes all. `names`: names of the kernels to take, as in
+    `choice.matching`; without names, all. `member`: name of a cubin in the file, or a part of it.
+    `cache`: None takes the cache in the user's cache folder, see `cache.cache_folder`. `live`: find
+    live registers, which takes most of the time. `sources`: maps a kernel's symbol and the CUDA
+    lines of its instructions to the lines of the records. `progress`: called with the number of
+    kernels read and the number of all, during disassembly.
 
-    Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
-    architecture, a member or a name that is not in it, and for a disassembler that is missing. Of
-    kernels that no disassembler reads, or that are too new for it, a `SassWarning` tells at the
-    end; it is an error if there are no others.
+    Raises SassError for a file of another kind, one that is damaged or holds no kernel, for an
+    architecture, a member or a name that is not in it, and for a missing disassembler. A
+    `SassWarning` at the end names the kernels that no disassembler reads, or that are too new for
+    it; it is an error if there are no others.
     """
     chosen = chosen_kernels(path, architecture, names, member)
     return read_chosen(chosen, cache, live=live, sources=sources, progress=progress)
@@ -128,7 +128,7 @@ def load_kernels(
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
-    """All of `iter_kernels`, which tells of the arguments and of what is raised."""
+    """All kernels of `iter_kernels`, with its arguments and errors."""
     chosen = chosen_kernels(path, architecture, names, member)
     return [*read_chosen(chosen, cache, live=live, sources=sources, progress=progress)]
 
@@ -144,7 +144,8 @@ def load_kernel(
 ) -> Kernel:
     """The one kernel of a file that is asked for; the arguments are those of `iter_kernels`.
 
-    Raises SassError as that does, and if several are left, be they of one name in several members.
+    Raises SassError as that does, and also if several kernels are left, even of one name in several
+    members.
     """
     chosen = chosen_kernels(path, architecture, names, member)
     require_one(str(path), [kernel.found for _, kernel in chosen])
@@ -159,7 +160,7 @@ def chosen_kernels(
     path: Path, architecture: str | None, names: Iterable[str], member: str
 ) -> Chosen:
     """The kernels of a file that are asked for, each with the member that holds it, without
-    disassembling. The arguments are those of `iter_kernels`, and it raises as that does."""
+    disassembling. The arguments and errors are those of `iter_kernels`."""
     try:
         capability = None if architecture is None else capability_of(architecture)
     except ValueError as error:
@@ -192,8 +193,8 @@ def read_chosen(
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Kernel]:
-    """The kernels in their order, _AT_ONCE by _AT_ONCE; see `iter_kernels`. Their cubins are read
-    again: those of a large file that are not wanted take no memory."""
+    """The kernels in their order, _AT_ONCE at a time; see `iter_kernels`. Their cubins are read
+    again, so that unwanted cubins of a large file take no memory."""
     cache = cache or DisassemblyCache(cache_folder())
     tools = find_disassemblers("nvdisasm")
     cubin_of = functools.lru_cache(maxsize=1)(Member.cubin)
@@ -287,7 +288,7 @@ def _outcomes(
 
 
 def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesOf | None) -> Kernel:
-    """The kernel with all that follows from its instructions."""
+    """The kernel with all values that follow from its instructions."""
     cubin, kernel = request.cubin, request.kernel
     operations, capability = disassembly.operations, cubin.capability
     chains: Sequence[Chain] = disassembly.sources
@@ -352,7 +353,7 @@ _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 def local_bytes(operations: Iterable[Operation], base: str) -> int:
-    """Bytes that the instructions "STL" or "LDL" among some move for a thread, each counted once;
+    """Bytes per thread that the "STL" or "LDL" among some instructions move, each counted once;
     those that never execute are left out."""
     return sum(
         next((_WIDTHS[part] for part in operation.opcode.split(".") if part in _WIDTHS), 4)

@@ -11,8 +11,8 @@ INSTRUCTION_BYTES = 16  # sm_70 and later
 
 
 class SassError(ValueError):
-    """A file, an architecture, a kernel or a disassembler that will not do: the reason, and a way
-    out. Tools print it and exit with 2."""
+    """A file, an architecture, a kernel or a disassembler that cannot be used: the reason, and a
+    way out. Tools print it and exit with 2."""
 
 
 class SassWarning(UserWarning):
@@ -24,11 +24,11 @@ class SassWarning(UserWarning):
 class Control:
     """The scheduling fields of an instruction word, bits 105 to 124.
 
-    stall: cycles before the warp may issue its next instruction. yields: the scheduler may turn to
-    another warp. write_scoreboard, read_scoreboard: the barrier (0 to 5) that is raised until the
-    result is written, or the operands are read; None without one. wait_mask: bit i set means wait
-    for barrier i. reuse: bit 0, 1, 2 set means operand a, b, c stays in the operand cache; on some
-    opcodes these bits mean other things, so that the operands' text is what to believe.
+    `stall`: cycles before the warp may issue its next instruction. `yields`: the scheduler may turn
+    to another warp. `write_scoreboard`, `read_scoreboard`: the barrier (0 to 5) that is raised
+    until the result is written, or the operands are read; None without one. `wait_mask`: bit i set
+    means wait for barrier i. `reuse`: bit 0, 1, 2 set means operand a, b, c stays in the operand
+    cache. On some opcodes these bits mean other things, and the operands' text is authoritative.
     """
 
     stall: int
@@ -43,7 +43,8 @@ class Control:
 class LiveRegisters:
     """Numbers of registers that an instruction reads, writes, or leaves with a value needed later.
 
-    general: R0 to R254. predicate: P0 to P6. uniform: UR0 to UR62. uniform_predicate: UP0 to UP6.
+    `general`: R0 to R254. `predicate`: P0 to P6. `uniform`: UR0 to UR62. `uniform_predicate`: UP0
+    to UP6.
     """
 
     general: int
@@ -67,10 +68,11 @@ class SourceLine:
 class Operation:
     """The meaning of an instruction word.
 
-    address: bytes from the start of the kernel. encoding: its 16 bytes, little endian, as a number.
-    predicate: the guard as printed, such as "@!P0"; "" without one. opcode: with its modifiers,
-    such as "HMMA.16816.F32.BF16". operands: as printed, without the final semicolon.
-    target: address that a branch or call may jump to; None where there is none, or it is computed.
+    `address`: bytes from the start of the kernel. `encoding`: its 16 bytes, little endian, as a
+    number. `predicate`: the guard as printed, such as "@!P0"; "" without one. `opcode`: with its
+    modifiers, such as "HMMA.16816.F32.BF16". `operands`: the operands as printed, without the final
+    semicolon. `target`: address to which a branch or call may jump; None without one, or if it is
+    computed.
     """
 
     address: int
@@ -93,14 +95,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Instruction(Operation):
-    """An operation, and all that the cubin tells or implies about it.
+    """An operation, with the facts about it from the cubin.
 
-    live: None if the disassembler did not say. source: the CUDA line, then the lines it was inlined
-    at, outermost last; empty without line information. ptx_line: of the kernel's embedded PTX,
-    counted from 1. block: index into `Kernel.blocks`. loop: index into `Kernel.loops` of the
-    innermost loop around it. pipe: what executes it, "unknown" where no source tells. cost: cycles
-    of an SM for one warp instruction (see `opcodes`); None where unknown. is_spill: the cubin marks
-    it as spilling a register, or as bringing it back.
+    `live`: None if the disassembler did not say. `source`: the CUDA line, then the lines it was
+    inlined at, outermost last; empty without line information. `ptx_line`: line of the kernel's
+    embedded PTX, counted from 1. `block`: index into `Kernel.blocks`. `loop`: index into
+    `Kernel.loops` of the innermost loop around it. `pipe`: the pipe that executes it, "unknown"
+    where no source tells. `cost`: cycles of an SM per warp instruction (see `opcodes`); None where
+    unknown. `is_spill`: whether the cubin marks it as spilling a register, or as bringing one back.
     """
 
     control: Control
@@ -118,7 +120,7 @@ class Instruction(Operation):
 class Block:
     """A basic block: the instructions from address `start` up to, not including, `end`.
 
-    successors, predecessors: indices of blocks. A computed jump has those that the cubin tells.
+    `successors`, `predecessors`: indices of blocks. A computed jump has those that the cubin tells.
     """
 
     index: int
@@ -132,8 +134,8 @@ class Block:
 class Loop:
     """A natural loop. Loops are ordered by the address of their header.
 
-    header: the block that every iteration begins with. blocks: indices, the header's too.
-    parent: index of the loop around it. depth: 1 for an outermost loop.
+    `header`: the block that every iteration begins with. `blocks`: indices, the header's too.
+    `parent`: index of the loop around it. `depth`: 1 for an outermost loop.
     """
 
     index: int
@@ -162,12 +164,12 @@ class Compiler:
 class Resources:
     """Resources of a kernel, from the cubin's headers and from the widths of its spills.
 
-    registers: a thread. static_smem_bytes: a block, without what the driver reserves.
-    stack_bytes: local memory a thread; None with recursion, which has no limit.
-    spill_store_bytes, spill_load_bytes: widths of the local stores and loads a thread that the
+    `registers`: registers per thread. `static_smem_bytes`: bytes per block, without the driver's
+    reserved bytes. `stack_bytes`: local memory per thread; None with recursion, which has no limit.
+    `spill_store_bytes`, `spill_load_bytes`: bytes per thread of the local stores and loads that the
     cubin marks as spills, as ptxas counts them; None where the code accesses local memory and the
-    compiler, of CUDA 12.5 or older, does not mark what is a spill. barriers: named barriers a
-    block. max_threads: a block's limit, if it has one.
+    compiler, of CUDA 12.5 or older, does not mark spills. `barriers`: named barriers per block.
+    `max_threads`: most threads per block, if there is a limit.
     """
 
     registers: int
@@ -183,9 +185,10 @@ class Resources:
 class Kernel:
     """One kernel, or a device function that has code of its own, compiled for one architecture.
 
-    symbol: as the object file has it. architecture: such as "sm_90". origin: the file it was read
-    from, and the member of it. ptx: the text that `Instruction.ptx_line` counts in; None if the
-    cubin does not hold it. is_function: kernels call it; it is not launched.
+    `symbol`: the symbol as the object file has it. `architecture`: such as "sm_90". `origin`: the
+    file from which it was read, and the member of it. `ptx`: the text that `Instruction.ptx_line`
+    counts in; None if the cubin does not hold it. `is_function`: kernels call it; it is not
+    launched.
     """
 
     symbol: str

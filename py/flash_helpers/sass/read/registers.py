@@ -1,9 +1,8 @@
 """Registers that an instruction reads and writes, by its text.
 
-How many registers an operand takes follows from the opcode. That nvdisasm says the same
-(`-plr -lrm wide`) is checked in the tests. Not told are the uniform registers that accesses to
-global memory of sm_80 to sm_89 take without printing them, and what calls change. Standard library
-only.
+The number of registers of an operand follows from the opcode. The tests check it against nvdisasm
+(`-plr -lrm wide`). Two kinds are missing: uniform registers that accesses to global memory of sm_80
+to sm_89 take without printing them, and registers that calls change. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WHOLE_OF_64 = frozenset({"S64", "U64"})
 
 
 class Access(NamedTuple):
-    """A register that an instruction reads or writes. name: such as "R4", "UR4", "P0" or "B0"."""
+    """A register that an instruction reads or writes. `name`: such as "R4", "UR4", "P0" or "B0"."""
 
     name: str
     is_written: bool
@@ -42,8 +41,8 @@ class Access(NamedTuple):
 def accesses(predicate: str, opcode: str, operands: str) -> tuple[Access, ...]:
     """The accesses of an instruction in the order of its text, one per register of an operand.
 
-    predicate, opcode, operands: as in `records.Operation`. Instructions that print alike but for
-    the numbers of registers have as many, each at the place of the other's.
+    `predicate`, `opcode`, `operands`: as in `records.Operation`. Instructions that print alike
+    except for the numbers of registers have equally many accesses, in the same places.
     """
     found = [Access(match[1] + match[2], False) for match in _REGISTER.finditer(predicate)]
     parts = operands.split(", ")
@@ -64,7 +63,7 @@ def accesses(predicate: str, opcode: str, operands: str) -> tuple[Access, ...]:
 
 
 def _written(opcode: str, parts: list[str]) -> range:
-    """Positions of the operands that are written: what stands first, one register at most and
+    """Positions of the operands that are written: the first ones, at most one register and
     predicates beside it."""
     base = opcode.partition(".")[0]
     if base in _READS_ONLY:
@@ -108,7 +107,7 @@ def _width(
 def _in_brackets(
     opcode: str, outside: str, match: re.Match[str], parts: list[str], position: int
 ) -> int:
-    """The width of a register that stands first in brackets. outside: the text before them."""
+    """The width of a register that stands first in brackets. `outside`: the text before them."""
     base, *modifiers = opcode.split(".")
     if outside == "gdesc":
         return 4 if position == 1 else 2  # of A and B; of B alone
@@ -126,7 +125,8 @@ def _in_brackets(
 
 
 def _of_operand(opcode: str, is_written: bool, read: int) -> int:
-    """The width of a register that stands alone. read: number of operands that are read before."""
+    """The width of a register that stands alone. `read`: number of operands that are read
+    before."""
     base, *modifiers = opcode.split(".")
     name = opcodes.classify(opcode)
     size = max((_SIZES[m] for m in modifiers if m in _SIZES), default=1)

@@ -10,7 +10,7 @@ _MANGLED = re.compile(r"\b_Z\w+")
 
 
 def plain_name(symbol: str) -> str:
-    """The name in C++ of a symbol, for a person: without what a terminal would not print."""
+    """The C++ name of a symbol for a reader, without characters that a terminal would not print."""
     return "".join(c if c.isprintable() else "?" for c in demangled(symbol))
 
 

@@ -1,18 +1,18 @@
 """FlashAttention-2 block by block, in the order and with the roundings of the kernels.
 
-A kernel rounds where this module does: S and O are fp32 and grow by one mma (16 products of fp32
-accuracy) at a time, P is rounded to the inputs' dtype before P @ V, l sums P before that rounding,
-or after it where mma takes the sum, and O is divided by l and rounded at the end. Everything that
-a kernel holds in between can be looked at, one block of keys after the other.
+A kernel rounds where this module does. S and O are fp32 and grow by one mma (16 products of fp32
+accuracy) at a time. P is rounded to the inputs' dtype before P @ V. l sums P before that rounding,
+or after it where mma takes the sum. O is divided by l and rounded at the end. All values that a
+kernel holds in between are visible, one block of keys after the other.
 
-A lazy step's m follows a maximum that has grown by more than MAX_GROWTH; where a step keeps the
-maximum of the first block, m is raised where a lane's sum is over MAX_SUM. One that has grown by
-just as much, within the rounding of S, may be followed here and not by the kernel.
+The m of a lazy step follows a maximum that has grown by more than MAX_GROWTH. Where a step keeps
+the maximum of the first block, m is raised if a lane's sum is over MAX_SUM. A growth that equals
+the limit within the rounding of S may be followed here and not by the kernel.
 
-What a row does not see, in causal attention and behind the end of the keys, counts nothing in m, l
-and P; S is what it is before it is hidden. The rows of a tile, or of a warpgroup where a step
-leaves out what only others see, begin with the same block, in which some may see nothing yet: then
-m is found once more, in their second one.
+Keys that a row does not see, in causal attention and behind the end of the keys, do not count in m,
+l and P; S has its value before they are hidden. The rows of a tile begin with the same block of
+keys, in which some rows may see no key yet: their m is then found again in their second block. In a
+step whose warpgroups leave out blocks that only others see, this holds for the rows of a warpgroup.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from flash_helpers.runtime.tensors import posed_problem
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
 """Quantities of a step, in the order in which a kernel comes by it."""
 OF_KEYS = ("K", "V")
-"""Those of which each warp has a copy."""
+"""Quantities of which each warp has a copy."""
 
 _LOG2_E = math.log2(math.e)
 
@@ -56,20 +56,22 @@ _LOG2_E = math.log2(math.e)
 class BlockStep:
     """State of a kernel after one block of keys, fp32, for all thread blocks at once.
 
-    The leading dimensions are (batch, heads, blocks of rows). What all lanes or warps must agree
-    on has one entry for each that holds a copy, or a 1 to be broadcast. It is NaN of warps that
-    leave the block of keys out, and of keys of it that they do not multiply with.
+    The leading dimensions are (batch, heads, blocks of rows). A value that all lanes or warps share
+    has one entry for each lane or warp that holds a copy, or a dimension of 1 to be broadcast.
+    Entries are NaN for warps that leave the block of keys out, and for keys of the block that they
+    do not multiply with.
 
-    Q: (..., B_r, d_head). K, V: (..., warps, B_c, d_head).
-    S: (..., B_r, B_c), the scores Q @ K^T before any scaling.
-    m: (..., B_r, lanes), the maximum of each row so far; of the scaled scores if the kernel scales
-        first, of S itself if it folds the scale into the exponent (`folds_scale`). A lazy step's,
-        and that of family hopper, is of S · scale · log2(e); the former may not have grown enough
-        since. Where m is that of the first block it is what this block's exponents are taken with:
-        P, l and O are relative to it, or to what it is raised to afterwards.
-    l: (..., B_r, copies), the sum of each row of P so far, relative to m.
-    P: (..., B_r, B_c), rounded to the inputs' dtype.
-    O: (..., B_r, d_head), the sum of P @ V so far, relative to m and not yet divided by l.
+    `Q`: (..., B_r, d_head). `K`, `V`: (..., warps, B_c, d_head).
+    `S`: (..., B_r, B_c), the scores Q @ K^T before any scaling.
+    `m`: (..., B_r, lanes), the maximum of each row so far. It is the maximum of the scaled scores
+        if the kernel scales first, of S itself if it folds the scale into the exponent
+        (`folds_scale`), and of S · scale · log2(e) in a lazy step and in family hopper. The m of a
+        lazy step may lag behind the maximum. Where m is that of the first block, the exponents of
+        this block use it: P, l and O are relative to it, or to the value to which it is raised
+        afterwards.
+    `l`: (..., B_r, copies), the sum of each row of P so far, relative to m.
+    `P`: (..., B_r, B_c), rounded to the inputs' dtype.
+    `O`: (..., B_r, d_head), the sum of P @ V so far, relative to m and not yet divided by l.
     """
 
     key_block: int
@@ -103,8 +105,8 @@ def _is_exponent(config: Config) -> bool:
 
 
 def _in_any_row(config: Config, is_so: torch.Tensor) -> torch.Tensor:
-    """Where it is so in any row of the warp, for kernels whose warps decide for all of theirs.
-    is_so: (..., B_r, 1)."""
+    """Rows of warps in which a condition holds for any row, for kernels whose warps decide for all
+    of their rows. `is_so`: (..., B_r, 1)."""
     if not isinstance(config, HopperKernelConfig):
         return is_so
     of_warps = is_so.unflatten(-2, (-1, WARP_ROWS))
@@ -128,9 +130,9 @@ def _sum_by_lanes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """l with the sums of one more block, P, and by how much m is raised before either is used.
 
-    l: (..., B_r, lanes), of the four that share a row. P: (..., B_r, B_c), not rounded, relative to
-    the m before. begins: (..., B_r, 1), rows whose m is that of the block, which are not looked
-    at. A row that has left the range of fp32 has an l that is NaN.
+    `l`: (..., B_r, lanes), with the four lanes that share a row. `P`: (..., B_r, B_c), not rounded,
+    relative to the m before. `begins`: (..., B_r, 1), rows whose m is that of the block, which are
+    not checked. A row that has left the range of fp32 has an l of NaN.
     """
     sums = P.unflatten(-1, (-1, 4, 2)).sum((-3, -1))
     l = l + sums  # noqa: E741
@@ -161,8 +163,8 @@ def blockwise_forward(
 ) -> Iterator[BlockStep]:
     """The steps of the config's kernel, one for each block of keys, in its order.
 
-    q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head). Of the config's dtype,
-    on the CPU. softmax_scale: 1/sqrt(d_head) by default.
+    `q`: (batch, len_q, heads, d_head). `k`, `v`: (batch, len_k, kv_heads, d_head). All have the
+    config's dtype and are on the CPU. `softmax_scale`: 1/sqrt(d_head) by default.
 
     Raises ValueError for a problem that the kernel does not take.
     """
@@ -200,7 +202,8 @@ def blockwise_forward(
     l = torch.zeros(*rows, 1)  # noqa: E741
     O = torch.zeros(*rows, problem.d_head)  # noqa: E741
     for turn, j in enumerate(blocks):
-        # Of each row. Those that leave the block out begin anew with one in which they see nothing.
+        # For each row. Rows that leave the block out begin anew with a block in which they see no
+        # key.
         own_turn = turn - (first_block - blocks[0]).abs()
         begins = (own_turn <= 0) | ((own_turn == 1) & sees_late)
         hidden = (j * config.B_c + torch.arange(config.B_c) >= visible) | (own_turn < 0)
@@ -239,7 +242,7 @@ def blockwise_forward(
 
 
 def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
-    """Value of the first row of its 64, for each; (..., B_r, 1)."""
+    """For each row, the value of the first of its 64 rows; (..., B_r, 1)."""
     every = of_rows.split(WGMMA_M, dim=-2)
     return torch.cat([some[..., :1, :].expand_as(some) for some in every], dim=-2)
 
@@ -251,8 +254,9 @@ def _taken_by(
     keys_of_S: torch.Tensor,
     keys_of_P: torch.Tensor,
 ) -> BlockStep:
-    """The step with NaN for all but some rows, whole warps, and but some keys of Q @ K^T and of
-    P @ V. rows: (blocks of rows, B_r, 1). keys_of_S, keys_of_P: (blocks of rows, B_r, 1 or B_c).
+    """The step with NaN everywhere except for some rows (whole warps) and some keys of Q @ K^T and
+    of P @ V. `rows`: (blocks of rows, B_r, 1). `keys_of_S`, `keys_of_P`: (blocks of rows, B_r, 1 or
+    B_c).
     """
     if keys_of_S.all() and keys_of_P.all():
         return step
@@ -272,7 +276,7 @@ def finish(step: BlockStep, q: torch.Tensor) -> torch.Tensor:
 
 def rows_that_fit(step: BlockStep, len_q: int) -> torch.Tensor:
     """The rows of the last step that have not left the range of fp32; (batch, len_q, heads, 1).
-    Where m is that of the first block a kernel computes the others again, exactly."""
+    Where m is that of the first block a kernel computes the other rows again, exactly."""
     return _in_sequence((step.l < MAX_L) & step.O.isfinite().all(-1, keepdim=True), len_q)
 
 

@@ -1,4 +1,4 @@
-"""A kernel beside blockwise FlashAttention-2: both as text, and the first thing that differs."""
+"""A kernel beside blockwise FlashAttention-2: both as text, and the first value that differs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _OF_ROWS = ("m", "l")
 class Disagreement:
     """The first element that is wrong, in the order in which the kernel computes.
 
-    quantity: one of QUANTITIES, or "output". key_block: None for the output.
-    row: position in the sequence, of a query, or of a key for K and V. warp: that computes the
-        row, or that holds the copy of K or V. n_wrong, n_elements: of this quantity in this block,
-        those that are computed or should be.
+    `quantity`: one of QUANTITIES, or "output". `key_block`: None for the output. `row`: position of
+    a query in the sequence, or of a key for K and V. `warp`: the warp that computes the row, or
+    that holds the copy of K or V. `n_wrong`, `n_elements`: wrong elements and all elements of this
+    quantity in this block, among those that are computed or should be.
     """
 
     quantity: str
@@ -74,7 +74,7 @@ def tolerance(
 ) -> torch.Tensor:
     """Return the largest error allowed of a quantity, for each row of `expected`.
 
-    P, and what it is summed into, carry its 16-bit rounding: a value on the edge may go either way.
+    P, and its sums, carry its 16-bit rounding: a value halfway between two may go either way.
     """
     traits = config.step.traits
     # NaN is no number that others of the row come from: keys that it is not multiplied with
@@ -143,8 +143,8 @@ def first_disagreement(
 ) -> Disagreement | None:
     """Compare step by step, and in each step in the order of QUANTITIES; then the outputs.
 
-    output, expected_output: (batch, len_q, heads, d_head), of the config's dtype. Without
-    steps only they are compared.
+    `output`, `expected_output`: (batch, len_q, heads, d_head), of the config's dtype. Without steps
+    only they are compared.
     """
     dtype = output.dtype
     for step, expected in zip(steps, expected_steps, strict=True):
@@ -167,10 +167,10 @@ def _by_row_block(output: torch.Tensor, config: AttentionConfig) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The part of a computation that is written down.
+    """The part of a computation that is written as text.
 
-    row_block: of the first batch and head. key_blocks: None for all. warp: None for all; of K and V
-    then the copy of warp 0.
+    `row_block`: block of rows of the first batch and head. `key_blocks`: None for all. `warp`: None
+    for all warps; then K and V are the copy of warp 0.
     """
 
     row_block: int = 0
@@ -188,7 +188,7 @@ def excerpt_text(
     the output.
 
     The kernel's text and the reference's have the same lines, so that `diff` can compare them.
-    Where a warp leaves a block of keys out, and behind the last query, all is nan.
+    Where a warp leaves a block of keys out, and behind the last query, all values are nan.
     """
     lines: list[str] = []
     for step in steps:
@@ -244,8 +244,9 @@ def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
 class Comparison:
     """A kernel that ran, and the reference beside it (flash_helpers.check.debugging.Compared).
 
-    steps: empty where only the outputs can be seen. lse: beside its float64 result and bound; None
-    if it was not asked for. ran: the place, in words. faults, lints: that the watcher found.
+    `steps`: empty where only the outputs can be seen. `lse`: beside its float64 result and bound;
+    None if it was not asked for. `ran`: the place, in words. `faults`, `lints`: faults and lints
+    that the watcher found.
     """
 
     config: AttentionConfig
@@ -265,7 +266,8 @@ class Comparison:
 
     @property
     def disagreement(self) -> Disagreement | WrongElement | None:
-        """The first element that is wrong, if any is; of lse only where all else is right."""
+        """The first element that is wrong, if any; an element of lse only if everything else is
+        right."""
         compared = self.expected_steps if self.steps else ()
         found = first_disagreement(
             self.config, self.steps, self.output, compared, self.expected_output
@@ -308,9 +310,9 @@ def compare(
     """Run a config's own kernel on inputs of a problem that it takes, beside blockwise
     FlashAttention-2.
 
-    Without a backend ptx, a text or a file, the library's by default, is simulated and looked into,
-    launched as on `device`; with one, the library's kernel runs there. Raises OSError, PtxError and
-    ValueError.
+    Without a backend `ptx` (a text or a file, by default the library's) is simulated and traced,
+    launched as on `device`. With a backend the library's kernel runs there. Raises OSError,
+    PtxError and ValueError.
     """
     q, k, v = (inputs[name] for name in "qkv")
     expected = tuple(blockwise_forward(config, q, k, v, problem.softmax_scale))

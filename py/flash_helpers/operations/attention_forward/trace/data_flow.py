@@ -1,4 +1,4 @@
-"""Who writes what a kernel's instructions read, in its PTX."""
+"""The writers of the registers that a kernel's instructions read, in its PTX."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class DataFlow:
         return None
 
     def row_sums(self) -> list[Instruction]:
-        """Each shuffle that begins the sum of a row: added up, and of a value not shuffled
-        before."""
+        """Each shuffle that begins the sum of a row: its result is added, and its value was not
+        shuffled before."""
         sums = [
             shuffle
             for i in self._program.instructions
@@ -85,7 +85,7 @@ class DataFlow:
         return found
 
     def _unseen_before(self, block: int, seen: set[int]) -> list[tuple[int, int]]:
-        """The blocks before one, each with where it ends."""
+        """The blocks before a block, each with its end."""
         new = [b for b in self._before[block] if b not in seen]
         seen.update(new)
         return [(b, self._program.blocks[b].end) for b in new]

@@ -1,11 +1,13 @@
 """The quantities of a kernel on `mma.sync`, block by block.
 
-They are read from the registers of the simulator while it runs the kernel: Q, K, P and V are the
-operands of the `mma`s, S and O their results, m the maximum that the shuffles of a row end in, or
-what a lazy step selects of that and the old one, l the register that the last reduction of a row
-begins with, or the result of the `mma`s with a constant as B. No line of the source is named: a
-block of keys is a fixed number of `mma`s, first those of Q @ K^T and then those of P @ V, each with
-the k-tiles outermost, then the columns, then the rows; the row sums' stand among those of P @ V.
+They are read from the registers of the simulator while it runs the kernel. Q, K, P and V are the
+operands of the `mma`s, S and O their results. The maximum m is the value that the shuffles of a row
+end in, or the choice of a lazy step between that and the old maximum. The sum l is the register
+with which the last reduction of a row begins, or the result of the `mma`s with a constant as B.
+
+No line of the source is named. A block of keys is a fixed number of `mma`s, first those of Q @ K^T
+and then those of P @ V, each with the k-tiles outermost, then the columns, then the rows. The
+`mma`s of the row sums stand among those of P @ V.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from flash_helpers.registry.mma_sync import (
 
 @dataclass(frozen=True)
 class _Product:
-    """Which part of which product an `mma` computes, in units of its tiles.
+    """The part of a product that an `mma` computes, in units of its tiles.
 
-    result: "S" = Q @ K^T, "O" = P @ V or "l" = P @ 1.
+    `result`: "S" = Q @ K^T, "O" = P @ V or "l" = P @ 1.
     """
 
     result: str
@@ -50,9 +52,9 @@ class _Product:
 class _Plan:
     """Values to read at each instruction (by line of the PTX text).
 
-    starts: `mma`s that are the first of a block of keys.
-    row_maxima, row_sums: rank of the half tile of 8 rows whose m or l the instruction writes. Row
-        sums by `mma` are among the products.
+    `starts`: `mma`s that are the first of a block of keys. `row_maxima`, `row_sums`: rank of the
+    half tile of 8 rows whose m or l the instruction writes. Row sums by `mma` are among the
+    products.
     """
 
     products: Mapping[int, _Product]
@@ -66,7 +68,8 @@ class _Plan:
 
 
 def _products(config: MmaSyncConfig, result: str, depth: int, columns: int) -> list[_Product]:
-    """Those of one block of keys, in the order of the kernels. depth, columns: elements."""
+    """The products of one block of keys, in the order of the kernels. `depth`, `columns`:
+    elements."""
     return [
         _Product(result, k, column, row, is_last=k == depth // MMA_K - 1)
         for k in range(depth // MMA_K)
@@ -143,7 +146,7 @@ def _row_maxima(flow: DataFlow, instructions: tuple[Instruction, ...]) -> list[I
 
 
 def _lazy_maxima(flow: DataFlow, instructions: tuple[Instruction, ...]) -> list[Instruction]:
-    """Each choice between a maximum and the one before."""
+    """Each choice between a maximum and the maximum before it."""
     return [
         i
         for i in instructions
@@ -180,7 +183,7 @@ class MmaRecorder(Recorder[MmaSyncConfig]):
             self._see_row(observation, "l", plan.row_sums[line])
 
     def _tiles(self, ids: np.ndarray) -> np.ndarray:
-        """Those of thread blocks."""
+        """The tiles of thread blocks."""
         return (ids[:, 2] * self.problem.heads + ids[:, 1]) * self.n_row_blocks + ids[:, 0]
 
     def _warps(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Collects what is seen of a kernel's quantities while it runs, by block of keys."""
+"""A recorder of a kernel's quantities while it runs, by block of keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_TRACE_BYTES = 2**30
 QUAD = 4
 """Lanes that share a row."""
 HALF_TILE = 8
-"""Rows between the two that a lane has of a tile of 16."""
+"""Distance between the two rows that a lane has of a tile of 16."""
 
 
 class UntraceableKernel(ValueError):
-    """The kernel is not built the way that the trace relies on."""
+    """The kernel does not have the structure that the trace relies on."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Recorder(Generic[Traced]):
     turns are the blocks of keys in the order in which the kernel walks them; a warp may leave out
     the first ones.
 
-    values: by quantity, arrays that begin with the dimensions (tiles, turns). Raises
-    ValueError if they would take more than MAX_TRACE_BYTES.
+    `values`: arrays by quantity, whose first dimensions are (tiles, turns). Raises ValueError if
+    they would take more than MAX_TRACE_BYTES.
     """
 
     config: Traced
@@ -94,8 +94,8 @@ class Recorder(Generic[Traced]):
         half: int,
         place: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """m or l, as each lane has found it for its row of a half tile. place: tile and turn for
-        each lane, a turn below zero where it belongs to none."""
+        """Record m or l, as each lane has found it for its row of a half tile. `place`: tile and
+        turn for each lane, a turn below zero where it belongs to none."""
         tile, turn = place
         lane = observation.lanes % WARP
         row = observation.warps * self.rows_of_warp + half * HALF_TILE + lane // QUAD
@@ -107,7 +107,7 @@ class Recorder(Generic[Traced]):
         """The record, one step for each block of keys."""
         arrays = dict(self.values)
         if MMA_ROW_SUM not in self.config.step.traits:
-            # l stays in four parts, one a lane, until the end: added as the kernel will add them
+            # l stays in four parts, one per lane, until the end: added as the kernel will add them
             parts = arrays["l"]
             pairs = parts[..., 0::2] + parts[..., 1::2]
             arrays["l"] = pairs[..., :1] + pairs[..., 1:]

@@ -23,11 +23,11 @@ from flash_helpers.runtime.tensors import device_for
 
 @dataclass(frozen=True)
 class KernelTrace:
-    """A simulated launch, looked into.
+    """A simulated launch with the values inside the kernel.
 
-    steps: one for each block of keys, in the kernel's order; values that were not computed are NaN.
-    outputs: o, (batch, len_q, heads, d_head), and lse, (batch, heads, len_q), if the problem asks
-        for it. run: its counters, and the faults that the watcher found.
+    `steps`: one for each block of keys, in the kernel's order; values that were not computed are
+    NaN. `outputs`: o, (batch, len_q, heads, d_head), and lse, (batch, heads, len_q), if the problem
+    asks for it. `run`: the run with its counters, and the faults that the watcher found.
     """
 
     steps: tuple[BlockStep, ...]
@@ -49,10 +49,10 @@ def trace_forward(
 ) -> KernelTrace:
     """Run the kernel in the simulator, keep going after faults, and read its values.
 
-    problem: one that the config takes. inputs: q, k and v, on the CPU. device: that the launch is
-    made for, by default the largest that the family is compiled for.
+    `problem`: one that the config takes. `inputs`: q, k and v, on the CPU. `device`: the GPU that
+    the launch is made for, by default the largest that the family is compiled for.
 
-    Raises UntraceableKernel if the kernel is not built the way that the trace relies on, ValueError
+    Raises UntraceableKernel if the kernel lacks the structure that the trace relies on, ValueError
     if the values would take more than MAX_TRACE_BYTES, and PtxError if the kernel cannot run or
     does not end.
     """

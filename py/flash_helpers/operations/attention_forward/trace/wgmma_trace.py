@@ -1,15 +1,17 @@
 """The quantities of a kernel on `wgmma`, block by block.
 
-Products are seen when their groups retire: Q, K, P and V are the matrices that they multiply, in
-shared memory or in registers, S and O the sums after the last product of a block of keys. A product
-whose B is not transposed, since it has K along its rows, is one of Q @ K^T, the others are of
-P @ V. Those of a block are committed together, and a warp takes either in the order of its tiles
-and blocks of keys, so that counting the groups tells which is which, whatever runs beside what.
-Where thread blocks take tiles from a counter, which ones is read from the atomic additions. m is
-what is subtracted in the exponents of S, and l the register that the last reduction of a row begins
-with; both belong to the block whose S retired last. No line of the source is named.
+Products are seen when their groups retire. Q, K, P and V are the matrices that they multiply, in
+shared memory or in registers. S and O are the sums after the last product of a block of keys. A
+product whose B is not transposed, since it has K along its rows, belongs to Q @ K^T; the others
+belong to P @ V.
 
-Rows that a kernel computes once more, by other instructions, are not seen then.
+The products of a block are committed together, and a warp takes either kind in the order of its
+tiles and blocks of keys. So counting the groups identifies them, in any overlap. Where thread
+blocks take tiles from a counter, the tiles are read from the atomic additions. The maximum m is the
+subtrahend in the exponents of S, and l the register with which the last reduction of a row begins;
+both belong to the block whose S retired last. No line of the source is named.
+
+Rows that a kernel computes again by other instructions are not seen at that time.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ _SUMMED_BY = ("add", "fma", "mul", "selp")
 class _Plan:
     """Values to read at each instruction (by line of the PTX text).
 
-    steps: of each product its place in its group, and whether it is the last. row_maxima: fused
-    multiply-adds that subtract m; row_sums: those that write l. Each with the half tile of 8 rows.
-    counters: what takes the next tile.
+    `steps`: for each product, its place in its group, and whether it is the last. `row_maxima`:
+    fused multiply-adds that subtract m. `row_sums`: instructions that write l. Each has its half
+    tile of 8 rows. `counters`: instructions that take the next tile.
     """
 
     steps: Mapping[int, tuple[int, bool]]
@@ -111,7 +113,7 @@ def _exponents(
     flow: DataFlow, instructions: Sequence[Instruction], scores: Sequence[Instruction]
 ) -> dict[int, int]:
     """Line of each fused multiply-add of S whose result is exponentiated, and the element of S.
-    scores: `wgmma` of Q @ K^T."""
+    `scores`: `wgmma` of Q @ K^T."""
     exponentiated = {
         source.line
         for i in instructions
@@ -135,7 +137,8 @@ def _exponents(
 
 
 def _element(flow: DataFlow, reader: Instruction, elements: Mapping[str, int]) -> int | None:
-    """The element of S that an instruction's first operand is, is a copy of, or hides."""
+    """The element of S that is an instruction's first operand, directly, as a copy, or hidden by a
+    mask."""
     operand = reader.operands[1]
     writers = flow.through_moves(reader, operand)
     copies = (operand, *(move.operands[1] for move in writers if move.name == "mov"))
@@ -177,8 +180,8 @@ class WgmmaRecorder(Recorder[HopperKernelConfig]):
         self._n_blocks = order.n_blocks
         # The numbers of each thread block's tiles; those from a counter as they are taken.
         self._taken = [[*order.known_tiles(block)] for block in range(self._n_blocks)]
-        # Of Q @ K^T and of P @ V, (thread blocks, warps): where the last products that a warp has
-        # retired belong; where the next ones will.
+        # For Q @ K^T and for P @ V, (thread blocks, warps): the place of the last products that a
+        # warp has retired, and the place of the next ones.
         shape = (self._n_blocks, config.n_warps)
         self._place = {name: np.full((*shape, 2), -1) for name in "SO"}
         self._walks = {name: {at: self._walk(*at) for at in np.ndindex(*shape)} for name in "SO"}

@@ -13,7 +13,7 @@ from flash_helpers.ptx.run.watch.presence import Presence
 
 
 class ClusterBarrier:
-    """One barrier for each cluster, whose phases end when all of its threads that have not ended
+    """One barrier for each cluster. A phase ends when all threads of the cluster that still run
     have arrived. A thread may be at most one phase ahead of another: it has to wait between two
     arrivals."""
 
@@ -30,7 +30,8 @@ class ClusterBarrier:
         self._arrived = np.zeros(geometry.lanes, np.int64)
         self._waited = np.zeros(geometry.lanes, np.int64)
         self._phase = np.zeros(clusters, np.int64)
-        # What those have told who arrived in the current phase, and all who did in the last one.
+        # The knowledge of the lanes that arrived in the current phase, and of those of the last
+        # one.
         self._told: list[list[Knowledge]] = [[] for _ in range(clusters)]
         self._complete: list[list[Knowledge]] = [[] for _ in range(clusters)]
 
@@ -59,7 +60,7 @@ class ClusterBarrier:
         return (complete >= self._arrived[lanes]) | (self._arrived[lanes] == self._waited[lanes])
 
     def reason(self, lanes: np.ndarray) -> str:
-        """Whom lanes of one block wait for, in words."""
+        """The threads that lanes of one block wait for, in words."""
         everybody = self._lanes_of[self.geometry.cluster_of(int(lanes[0]))]
         missing = everybody[self._is_missing(everybody)]
         warps = np.unique(self.geometry.place_of(missing) // WARP)
@@ -71,27 +72,27 @@ class ClusterBarrier:
         )
 
     def end(self, lanes: np.ndarray) -> None:
-        """Threads have ended: they are not waited for any more."""
+        """Records that threads have ended: the barrier no longer waits for them."""
         for cluster, _ in self._by_cluster(lanes):
             if self._told[cluster]:
                 self._end_phase(cluster)
 
     def _end_phase(self, cluster: int) -> None:
-        """Ends the current phase if nobody is missing."""
+        """Ends the current phase if no thread is missing."""
         lanes = self._lanes_of[cluster]
         if self._is_missing(lanes).any():
             return
         ended = lanes[self._arrived[lanes] == self._phase[cluster]]
         ended = ended[self.geometry.thread_of(ended) < self.geometry.threads]
         if ended.size:
-            # They have arrived as far as the others are concerned.
+            # For the other threads they have arrived.
             self._told[cluster].append(self.order.knowledge(ended))
         self._complete[cluster] = [join(self._told[cluster])]
         self._told[cluster] = []
         self._phase[cluster] += 1
 
     def _is_missing(self, lanes: np.ndarray) -> np.ndarray:
-        """For each lane, whether the current phase of its cluster waits for it."""
+        """Whether the current phase of its cluster waits for each lane."""
         phase = self._phase[self.geometry.cluster_of(lanes)]
         return (self._arrived[lanes] == phase) & ~self.presence.is_gone[lanes]
 
@@ -102,7 +103,7 @@ class ClusterBarrier:
     def _without(
         self, position: int, lanes: np.ndarray, wrong: np.ndarray, text: str
     ) -> np.ndarray:
-        """Reports lanes that do wrong; the others."""
+        """Reports lanes that break a rule; returns the other lanes."""
         if not wrong.any():
             return lanes
         thread = self.geometry.thread(lanes[wrong][0])

@@ -1,8 +1,8 @@
-"""mbarrier objects: phases that end when all arrivals came and all bytes did.
+"""mbarrier objects: phases that end when all arrivals and all bytes have come.
 
-What is here follows PTX ISA 9.0, "Parallel Synchronization and Communication Instructions:
-mbarrier", section by section. An object is kept beside shared memory, not in its eight bytes,
-which no other instruction may touch.
+This module follows PTX ISA 9.0, "Parallel Synchronization and Communication Instructions:
+mbarrier", section by section. An object is kept beside shared memory, not in its eight bytes, which
+no other instruction may touch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 MBARRIER_BYTES = 8
 MOST = (1 << 20) - 1
-"""Arrivals and bytes that an object can count ("Contents of the mbarrier object")."""
+"""Most arrivals and bytes that an object can count ("Contents of the mbarrier object")."""
 
 _PENDING_BITS, _PHASE_BITS = 20, 28
 
@@ -27,12 +27,13 @@ class MbarrierMisuse(Exception):
 class Mbarrier:
     """One object since its mbarrier.init.
 
-    address: in shared memory. expected: arrivals of the next phase. pending: those that the current
-    phase still waits for. transactions: its tx-count, bytes that were expected and have not come,
-    below zero if they came first. phase: phases that are complete. observed: phases whose
-    completion some thread has seen. announced, delivered: bytes that the current phase was told to
-    expect, and that came. arrived: what those who arrived in the current phase release to those who
-    see it complete, and released: what all before them did; of the caller's making.
+    `address`: address in shared memory. `expected`: arrivals of the next phase. `pending`: arrivals
+    that the current phase still waits for. `transactions`: its tx-count, bytes that were expected
+    and have not come, below zero if they came first. `phase`: phases that are complete. `observed`:
+    phases whose completion some thread has seen. `announced`, `delivered`: bytes that the current
+    phase was told to expect, and that came. `arrived`: the knowledge that arrivals of the current
+    phase release to the lanes that see it complete. `released`: the same for all phases before. The
+    caller defines the type of both.
     """
 
     address: int
@@ -63,8 +64,9 @@ class Mbarrier:
     ) -> None:
         """An arrive-on operation ("Arrive-on operation on mbarrier object").
 
-        releases: what it hands over, if anything. drops: mbarrier.arrive_drop, later phases expect
-        as many fewer. may_complete: False for .noComplete, which must not complete the phase.
+        `releases`: the knowledge that the arrival hands over, if any. `drops`:
+        mbarrier.arrive_drop, later phases expect as many fewer. `may_complete`: False for
+        .noComplete, which must not complete the phase.
         """
         if not 1 <= count <= MOST:
             raise MbarrierMisuse(f"a count of {count} arrivals: give 1 to {MOST}")
@@ -91,13 +93,13 @@ class Mbarrier:
         self._hand_over(releases)
 
     def add_pending(self, count: int = 1) -> None:
-        """More arrivals that the current phase waits for (cp.async.mbarrier.arrive)."""
+        """Adds arrivals for which the current phase waits (cp.async.mbarrier.arrive)."""
         if self.pending + count > MOST:
             raise MbarrierMisuse(f"more than {MOST} pending arrivals")
         self.pending += count
 
     def expect(self, size: int) -> None:
-        """An expect-tx operation: so many bytes more belong to the current phase."""
+        """An expect-tx operation: `size` more bytes belong to the current phase."""
         if self.transactions + size > MOST:
             raise MbarrierMisuse(
                 f"{size} bytes expected besides {self.transactions}: a tx-count is at most "
@@ -108,8 +110,8 @@ class Mbarrier:
         self._turn()
 
     def complete(self, size: int, releases: object = None) -> None:
-        """A complete-tx operation: so many bytes have come. They may come before they are
-        expected. releases: as `arrive` has it."""
+        """A complete-tx operation: `size` bytes have come. They may come before they are expected.
+        `releases`: as `arrive` has it."""
         if self.transactions - size < -MOST:
             raise MbarrierMisuse(
                 f"{size} bytes come where {self.transactions} are expected: a tx-count is at "
@@ -125,7 +127,7 @@ class Mbarrier:
         self._turn()
 
     def observe(self) -> None:
-        """Some thread sees that the last phase is complete."""
+        """Records that a thread sees the last phase complete."""
         self.observed = self.phase
 
     def _turn(self) -> None:
@@ -143,8 +145,8 @@ class Mbarrier:
 
     @property
     def state(self) -> int:
-        """The value that mbarrier.arrive returns, 64 bits: says which object, which phase, and the
-        arrivals that were pending."""
+        """The 64-bit value that mbarrier.arrive returns: it identifies the object and the phase,
+        and has the number of pending arrivals."""
         tag = self.address // MBARRIER_BYTES % (1 << 16)
         phase = self.phase % (1 << _PHASE_BITS)
         return (tag << _PHASE_BITS | phase) << _PENDING_BITS | self.pending
@@ -162,7 +164,8 @@ class Mbarrier:
         return phase != self.phase % (1 << _PHASE_BITS)
 
     def is_complete_parity(self, parity: int) -> bool:
-        """Whether the phase of a parity is complete: of the current and the last one, the last."""
+        """Whether the phase of a parity is complete. Of the current and the last phase, the last
+        one is complete."""
         if parity not in (0, 1):
             raise MbarrierMisuse(f"a phase parity of {parity}: give 0 or 1")
         return parity != self.phase % 2

@@ -1,8 +1,8 @@
 """Asynchronous copies, which stay pending until their thread waits for them.
 
 A copy reads global memory when it is issued and writes shared memory when its thread waits for it:
-the latest moment that the programming model allows. In between its bytes are poison, and to read
-or to overwrite them is a fault.
+the latest moment that the programming model allows. In between its bytes are poison: reading or
+overwriting them is a fault.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 @dataclass(frozen=True)
 class _Pending:
-    """Copies issued by one execution of one instruction: the lane and the commit group of each, the
-    index of its word in shared memory, the word, and where in global memory it is read: the first
-    address and how many bytes. number: of the executions before. agent: who is said to write it,
-    for those who learn of it by an mbarrier; None if only the lanes themselves wait."""
+    """Copies issued by one execution of one instruction. Each has its lane, its commit group, the
+    index of its word in shared memory, the word, and its source in global memory: first address and
+    number of bytes.
+
+    `number`: number of executions before this one. `agent`: the agent that writes the bytes, for
+    lanes that learn of them through an mbarrier; None if only the issuing lanes wait."""
 
     number: int
     position: int
@@ -35,7 +37,7 @@ class _Pending:
     agent: int | None = None
 
     def some(self, which: np.ndarray) -> _Pending:
-        """A part of them."""
+        """The copies of some lanes."""
         if which.all():
             return self
         return replace(
@@ -76,7 +78,7 @@ class AsyncCopies:
 
     def sources_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, int | None]:
         """Which of `size` bytes at addresses of global memory a pending copy reads, and the
-        position of one that reads some; None if none does."""
+        position of one such copy; None if no copy reads any."""
         hit, position = np.zeros(addresses.shape, bool), None
         for copy in self.pending:
             reading = np.flatnonzero(copy.lengths)
@@ -102,12 +104,12 @@ class AsyncCopies:
         self._complete(selection, lambda copy: copy.groups < limit[copy.lanes])
 
     def complete(self, lanes: np.ndarray, before: int) -> None:
-        """Completes what lanes had issued when so many executions had been."""
+        """Completes the copies that lanes had issued before execution `before`."""
         self._complete(lanes, lambda copy: np.full(copy.lanes.shape, copy.number < before))
 
     def assign(self, lanes: np.ndarray, agent: int) -> set[int]:
-        """An agent is said to write what lanes have pending, unless another one is; all these
-        agents."""
+        """Makes an agent the writer of the lanes' pending copies, unless they have one; returns all
+        their agents."""
         chosen = np.zeros(self.committed.size, bool)
         chosen[lanes] = True
         split, agents = [], {agent}

@@ -1,9 +1,10 @@
-"""The mbarrier objects of a batch: what lanes and copies do to them, and who learns of it.
+"""The mbarrier objects of a batch: operations of lanes and copies on them, and the knowledge that
+passes through them.
 
-An object holds the knowledge of the lanes that arrive; a lane that sees a phase complete
-learns it (PTX ISA 9.0, "Parallel Synchronization and Communication Instructions: mbarrier":
-arrive-on releases, test_wait and try_wait acquire). Objects are named by where they
-stand in the shared memory of the batch.
+An object holds the knowledge of the lanes that arrive; a lane that sees a phase complete learns it
+(PTX ISA 9.0, "Parallel Synchronization and Communication Instructions: mbarrier": arrive-on
+releases, test_wait and try_wait acquire). Objects are named by their place in the shared memory of
+the batch.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _IMPATIENCE = 0.2
 class Phased:
     """An mbarrier object since its mbarrier.init.
 
-    made: when, by which lane, by which instruction, and as which agent (a lane that knows it of
-    that time may use the object). arrived: lane and instruction of the last
-    arrival, if there was one. seen: of each lane that saw a phase complete, how many phases were,
-    and at which instruction.
+    `made`: time, lane, instruction and agent of its making; a lane that knows the agent up to that
+    time may use the object. `arrived`: lane and instruction of the last arrival, if there was one.
+    `seen`: for each lane that saw a phase complete, the number of complete phases, and the
+    instruction.
     """
 
     state: Mbarrier
@@ -43,9 +44,9 @@ class Phased:
 
 
 class Phases:
-    """All objects, by where in `shared.data` they stand. wanted: those that some lane was found to
-    wait for. version: how often any of them has changed. random: of when a wait gives up early;
-    None for never."""
+    """All objects, by their place in `shared.data`. `wanted`: objects that some lane was found to
+    wait for. `version`: number of changes to any object. `random`: decides when a wait gives up
+    early; None for never."""
 
     def __init__(
         self, shared: WatchedMemory, log: FaultLog, random: np.random.Generator | None = None
@@ -72,7 +73,8 @@ class Phases:
         return where % self.shared.stride
 
     def agent(self, where: int, what: str = "TMA") -> int:
-        """The agent for whose writes an object waits. what: carries them out."""
+        """The agent for whose writes an object waits. `what`: name of the unit that carries them
+        out."""
         block, address = divmod(where, self.shared.stride)
         agent = self.order.agent(block, f"{what} for mbarrier at shared address {address}")
         self._agents[self.shared.geometry.cluster_of(block * 32), agent] = where
@@ -110,7 +112,7 @@ class Phases:
         self.version += 1
 
     def fence(self, lanes: np.ndarray) -> None:
-        """fence.mbarrier_init by lanes: a relaxed arrival at the cluster's barrier tells of the
+        """fence.mbarrier_init by lanes: a relaxed arrival at the cluster's barrier makes known the
         objects that they made before (PTX ISA 9.0, "membar/fence")."""
         for lane in lanes.tolist():
             self.order.fence_agent(lane, self._maker(lane))
@@ -142,8 +144,8 @@ class Phases:
         may_complete: bool = True,
         releases: bool = True,
     ) -> np.ndarray:
-        """Lanes arrive, each as `Mbarrier.arrive` has it; the states that they get. expects: bytes
-        that they announce before."""
+        """Lanes arrive, each by `Mbarrier.arrive`; returns the states that they get. `expects`:
+        bytes that they announce before."""
         states = np.zeros(lanes.size, np.uint64)
         for where, chosen in _groups(places):
             mine = lanes[chosen]
@@ -164,7 +166,7 @@ class Phases:
         return states
 
     def add_pending(self, position: int, lanes: np.ndarray, where: int) -> None:
-        """An object waits for one more arrival of each lane, which is to come by `arrive_for`."""
+        """An object waits for one more arrival of each lane, which `arrive_for` makes later."""
         found = self.find(position, lanes, where)
         if found is not None:
             with self._reported(position, int(lanes[0]), where):
@@ -174,7 +176,8 @@ class Phases:
     def arrive_for(
         self, position: int, lanes: np.ndarray, where: int, knowledge: Knowledge
     ) -> None:
-        """Something arrives for lanes. knowledge: of those who see the phase complete."""
+        """An asynchronous operation arrives for lanes. `knowledge`: passed to lanes that see the
+        phase complete."""
         found = self.find(position, lanes, where)
         if found is not None:
             with self._reported(position, int(lanes[0]), where):
@@ -202,8 +205,8 @@ class Phases:
         knowledge: Knowledge | None = None,
         phase: int | None = None,
     ) -> None:
-        """So many bytes have come. knowledge: of those who see the phase complete. phase: during
-        which the copy was issued that brings them."""
+        """`size` bytes have come. `knowledge`: passed to lanes that see the phase complete.
+        `phase`: the phase in which the copy that brings the bytes was issued."""
         found = self.find(position, np.array([lane]), where)
         if found is None:
             return
@@ -219,8 +222,8 @@ class Phases:
     # -- what lanes ask ----------------------------------------------------------------------------
 
     def is_complete(self, places: np.ndarray, values: np.ndarray, *, parity: bool) -> np.ndarray:
-        """For each lane, whether what it waits for is complete: the phase of a state, or of a
-        parity; also where asking is a fault. Notes what is wanted."""
+        """For each lane, whether the phase that it waits for, given by a state or a parity, is
+        complete; True also where asking is a fault. Notes the objects that are wanted."""
         complete = np.ones(places.size, bool)
         for where, chosen in _groups(places):
             found = self.objects.get(where)
@@ -239,15 +242,15 @@ class Phases:
     def may_go_on(
         self, lanes: np.ndarray, places: np.ndarray, values: np.ndarray, *, parity: bool
     ) -> np.ndarray:
-        """Which lanes may execute a try_wait: those who would see a phase complete, and those whose
-        time is up, which "depends on the system" (PTX ISA 9.0, "mbarrier.try_wait")."""
+        """Which lanes may execute a try_wait: lanes that would see a phase complete, and lanes
+        whose time is up, which "depends on the system" (PTX ISA 9.0, "mbarrier.try_wait")."""
         ready = self.is_complete(places, values, parity=parity)
         if self.random is not None and not ready.all() and self.random.random() < _IMPATIENCE:
             self._given_up[lanes] = True
         return ready | self._given_up[lanes]
 
     def give_up(self, lanes: np.ndarray) -> None:
-        """The time of lanes is up that wait."""
+        """Ends the time of lanes that wait."""
         self._given_up[lanes] = True
 
     def observe(
@@ -260,7 +263,7 @@ class Phases:
         parity: bool,
         acquires: bool,
     ) -> np.ndarray:
-        """As `is_complete`; those who see a phase complete learn what was released in it and
+        """As `is_complete`; lanes that see a phase complete learn everything released in it and
         before."""
         self._given_up[lanes] = False
         complete = np.zeros(places.size, bool)
@@ -329,11 +332,11 @@ class Phases:
     # -- words -------------------------------------------------------------------------------------
 
     def waited_for(self, places: np.ndarray, values: np.ndarray, name: Callable[[int], str]) -> str:
-        """The objects that lanes wait for, in words. name: what is waited for, by its value."""
+        """The objects that lanes wait for, in words. `name`: what is waited for, by its value."""
         told = []
         for where, chosen in _groups(places):
             found = self.objects[where]
-            last = "nobody has arrived there"
+            last = "no thread has arrived there"
             if found.arrived is not None:
                 lane, position = found.arrived
                 thread = self.shared.geometry.thread(lane)
@@ -343,8 +346,8 @@ class Phases:
         return "\n      and ".join(told)
 
     def _explain(self, agent: int, lane: int) -> str:
-        """Text about the phases that a lane has seen of the object whose bytes it should have
-        waited for."""
+        """Text about the phases that a lane has seen of an object for whose bytes it should have
+        waited."""
         where = self._agents.get((self.shared.geometry.cluster_of(lane), agent))
         if where is None or where not in self.objects:
             return ""

@@ -28,9 +28,10 @@ from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 @dataclass(frozen=True)
 class Product:
-    """A wgmma.mma_async, decoded. n: columns of D. d, a: registers, as uint32 over all lanes, with
-    their names; no a where A is in shared memory. a_matrix, b_matrix: how descriptors are read.
-    sign: of the product. d_fragments, a_fragments: of `RegisterWatch`."""
+    """A wgmma.mma_async, decoded. `n`: columns of D. `d`, `a`: registers, as uint32 over all lanes,
+    with their names; `a` is empty where A is in shared memory. `a_matrix`, `b_matrix`: readers of
+    the descriptors. `sign`: sign of the product. `d_fragments`, `a_fragments`: fragments of
+    `RegisterWatch`."""
 
     position: int
     n: int
@@ -49,8 +50,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Issue:
-    """A product that warps have issued together. For each of them: the group that it belongs to,
-    the bits of the descriptors (those of A are 0 if it is in registers), and whether D is added."""
+    """A product that warps have issued together. Each warp has the product's group, the bits of the
+    descriptors (0 for an A in registers), and whether D is added."""
 
     product: Product
     warps: np.ndarray
@@ -60,7 +61,7 @@ class Issue:
     adds: np.ndarray
 
     def some(self, which: np.ndarray) -> Issue:
-        """That of some of the warps."""
+        """The part of some of the warps."""
         columns = (self.warps, self.groups, self.a_bits, self.b_bits, self.adds)
         return Issue(self.product, *(column[which] for column in columns))
 
@@ -74,8 +75,8 @@ class Factors:
         self._poison = poison
 
     def values(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows of A of each warp, (warps, 16, 16); the different matrices B, transposed,
-        (n, N, 16); which of them is that of each warp. In float64."""
+        """In float64: the rows of A of each warp, (warps, 16, 16); the different matrices B,
+        transposed, (n, N, 16); and the index of each warp's B."""
         item, type_name = issue.product, issue.product.factor_type
         elements = self._shared.data.view(np.uint16).reshape(-1, CHUNK // 2)
         places, which = self._places(issue, item.b_matrix, issue.b_bits)
@@ -105,7 +106,7 @@ class Factors:
     def _poison_of_lines(
         self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
     ) -> Codes | None:
-        """The worst of each row of A, or column of B, for each warp."""
+        """The worst code of each row of A, or column of B, for each warp."""
         places, which = self._places(issue, matrix, bits)
         flat = places.reshape(-1)
         per_chunk = CHUNK // self._shared.granule
@@ -127,7 +128,7 @@ class Factors:
         self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The different matrices that warps read, as indices of their chunks in shared memory (n,
-        as the addresses), and which of them is that of each warp."""
+        then the shape of the addresses), and the index of each warp's matrix."""
         blocks = issue.warps % len(self._geometry.blocks)
         index: dict[tuple[int, int], int] = {}
         keys = zip(blocks.tolist(), bits.tolist(), strict=True)
@@ -139,7 +140,8 @@ class Factors:
     def _rows_of_warps(
         self, matrices: np.ndarray, which: np.ndarray, warps: np.ndarray
     ) -> np.ndarray:
-        """The 16 rows of each warp. matrices: (n, 64, ...). which: of them, that of each warp."""
+        """The 16 rows of each warp. `matrices`: (n, 64, ...). `which`: index of each warp's
+        matrix."""
         number = warps // len(self._geometry.blocks) % WARPS
         parts = matrices.reshape(len(matrices), WARPS, WARP_ROWS, *matrices.shape[2:])
         return parts[which, number]
@@ -167,14 +169,14 @@ class Chain:
         return same and np.array_equal(self._warps, issue.warps)
 
     def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """Computes a product, as `Factors.values` has it; D with it."""
+        """Adds a product, whose factors are as in `Factors.values`; returns D with it."""
         if not issue.adds.all():
             self._d = np.where(issue.adds[:, None, None], self._d, 0.0)
         self._d = rounded_sum(self._d, product(a, b, which), self._product.d_type)
         return self._d
 
     def add_poison(self, issue: Issue, rows: Codes | None, columns: Codes | None) -> None:
-        """Adds that of a product."""
+        """Adds the poison of a product."""
         if self._codes is not None:
             self._codes = np.where(issue.adds[:, None, None], self._codes, 0)
         for codes in (

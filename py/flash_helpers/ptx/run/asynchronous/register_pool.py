@@ -1,9 +1,9 @@
 """setmaxnreg: the registers that the warps of a block share (PTX ISA 9.0, "setmaxnreg").
 
-A block begins with as many for each thread as ptxas gave the kernel, and none to spare.
+A block begins with the registers per thread that ptxas gave the kernel, and none to spare.
 setmaxnreg.dec gives some back to the block's pool, setmaxnreg.inc waits until the pool has enough.
-Warps that end give nothing back. How many registers a thread uses is not visible in PTX, so a
-warp that uses more than it has is not reported.
+Warps that end give nothing back. How many registers a thread uses is not visible in PTX, so a warp
+that uses more than it has is not reported.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Order
 
 _UNIT = 8
-"""Registers of a thread are allocated by so many."""
+"""Allocation unit of registers per thread."""
 _FEWEST, _MOST = 24, 256
 _OF_SM = 65536
 
 
 def entry_registers(function: Function) -> int | None:
-    """Registers of a thread when a kernel with setmaxnreg begins, None where it has no effect.
+    """Registers per thread when a kernel with setmaxnreg begins, None where it has no effect.
 
-    What ptxas 13.0 gives: as many as `.maxnreg` says; else as many as fit `.minnctapersm` blocks
-    of `.maxntid` threads, counted in whole warpgroups, into the registers of a multiprocessor, but
-    no more than the largest number that a setmaxnreg names. Without these directives it ignores
-    setmaxnreg: "unable to determine register count at entry".
+    The number is that of ptxas 13.0. It gives as many as `.maxnreg` says. Without `.maxnreg` it
+    gives as many as fit `.minnctapersm` blocks of `.maxntid` threads, counted in whole warpgroups,
+    into the registers of a multiprocessor, but no more than the largest number that a setmaxnreg
+    names. Without these directives it ignores setmaxnreg: "unable to determine register count at
+    entry".
     """
     directives = function.directives
     if "maxnreg" in directives:
@@ -48,7 +49,7 @@ def entry_registers(function: Function) -> int | None:
 
 
 class RegisterPool:
-    """The registers of the blocks of a batch. entry: of each thread at the start, None if
+    """The registers of the blocks of a batch. `entry`: registers per thread at the start, None if
     setmaxnreg has no effect."""
 
     def __init__(self, geometry: Geometry, order: Order, log: FaultLog, entry: int | None) -> None:
@@ -64,11 +65,12 @@ class RegisterPool:
         self._when = np.zeros(self._together.ended.size, np.int64)
 
     def end(self, warps: np.ndarray) -> None:
-        """All threads of warps end."""
+        """Records that all threads of some warps have ended."""
         self._together.end(warps)
 
     def has_enough(self, warps: np.ndarray, count: int) -> np.ndarray:
-        """Whether each of the warps may raise its registers to a count, those before it first."""
+        """Whether each of the warps may raise its registers to a count, after the warps before
+        it."""
         if not self._has_effect:
             return np.ones(warps.size, bool)
         more = np.maximum(count - self._held[warps], 0)
@@ -81,7 +83,7 @@ class RegisterPool:
         return enough
 
     def what_it_lacks(self, warp: int, count: int) -> str:
-        """Text for a warp for which `has_enough` does not hold."""
+        """Text for a warp that waits because `has_enough` is false for it."""
         n_blocks = len(self._geometry.blocks)
         block = warp % n_blocks
         held = self._held[block::n_blocks].tolist()
@@ -123,7 +125,7 @@ class RegisterPool:
 
 
 def wanted_count(instruction: Instruction) -> int | None:
-    """The number that a setmaxnreg names, None if it is not one that it may name."""
+    """The register count that a setmaxnreg names, None if it may not name that count."""
     operand = instruction.operands[0]
     count = operand.integer if isinstance(operand, Immediate) else None
     is_good = count is not None and _FEWEST <= count <= _MOST and count % _UNIT == 0

@@ -1,4 +1,4 @@
-"""Whether the four warps of a warpgroup execute instructions together that all of it must."""
+"""A check that the four warps of a warpgroup execute warpgroup-wide instructions together."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WARPS = 4
 
 
 class Together:
-    """The sequence of such instructions of each warpgroup of a batch, and how far each warp has
-    come in it. values: uint64, how many go with each instruction."""
+    """The sequence of such instructions of each warpgroup of a batch, and the position of each warp
+    in it. `values`: number of uint64 values that belong to each instruction."""
 
     def __init__(self, geometry: Geometry, log: FaultLog, values: int = 0) -> None:
         self._geometry = geometry
@@ -30,7 +30,7 @@ class Together:
         self.mates = (first[:, None] + np.arange(WARPS)) * n_blocks + (warps % n_blocks)[:, None]
         """The warps of each warp's warpgroup."""
         self.ended = warps >= geometry.warps
-        """Whether a warp has ended, or is none."""
+        """Whether a warp has ended, or does not exist."""
         self._done = np.zeros(warps.size, np.int64)
         self._longest = np.zeros(int(self.group_of.max()) + 1, np.int64)
         # Only the first mistake of each warpgroup is reported: those after it follow from it.
@@ -38,8 +38,8 @@ class Together:
         self._sequence = np.zeros((self._longest.size, 64, 1 + values), np.uint64)
 
     def record(self, position: int, warps: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """Reports warps that execute another instruction than their warpgroup did. values: one
-        for each of the warps. Returns those of the warpgroup."""
+        """Reports warps that execute another instruction than their warpgroup did. `values`: one
+        value per warp. Returns the values of each warp's warpgroup."""
         entry = np.empty((warps.size, 1 + len(values)), np.uint64)
         entry[:, 0] = position
         for i, value in enumerate(values):

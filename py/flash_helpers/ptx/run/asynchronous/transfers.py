@@ -1,11 +1,13 @@
-"""The copies that TMA has been given and has not completed, and when it completes them.
+"""Copies of TMA that are issued and not complete, and the time of their completion.
 
-A copy may complete at any time after it was issued. By default it completes as late as can be: one
-into shared memory when nobody can run and somebody sleeps who needs its bytes; one out of shared
-memory reads it, and writes global memory, when its thread waits for the one or the other, or at the
-end. With a generator of random numbers, pending work is also done at random between steps of the
+A copy may complete at any time after it was issued. By default it completes as late as possible. A
+copy into shared memory completes when no thread can run and a sleeping thread needs its bytes. A
+copy out of shared memory reads it, and writes global memory, when its thread waits for the read or
+the write, or at the end.
+
+With a generator of random numbers, pending work is also done at random between steps of the
 threads. All of these orders are legal (PTX ISA 9.0, "Asynchronous operations": no order between two
-of them, unless one was waited for).
+operations unless a thread waited for one).
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Load:
     """A copy into shared memory.
 
-    lane, position: who issued it, and where. where: place of the mbarrier object that counts its
-    bytes, and phase: that was going on. block: whose memory it fills. rows: which of
-    `shared.words(unit)`. read: gives what to write there. size: its bytes. accesses: of the copy to
-    shared memory. piece: of global memory, that it reads; None if of none. source: granules of
-    shared memory that it reads, and which of them nothing has written; None if none.
+    `lane`, `position`: the lane that issued it, and the instruction. `where`: place of the mbarrier
+    object that counts its bytes. `phase`: the phase of that object at the time of issue. `block`:
+    the block whose memory it fills. `rows`: rows of `shared.words(unit)` that it writes. `read`:
+    returns the data to write. `size`: its bytes.
+
+    `accesses`: accesses of the copy to shared memory. `piece`: piece of global memory that it
+    reads; None if it reads none. `source`: granules of shared memory that it reads, and which of
+    them nothing has written; None if it reads none.
     """
 
     lane: int
@@ -64,9 +69,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Arrivals of lanes at an mbarrier object when their copies by cp.async are complete. before:
-    how many executions of such had been. agents: who is said to carry them out. known: what the
-    lanes knew."""
+    """Arrivals of lanes at an mbarrier object when their copies by cp.async are complete. `before`:
+    number of earlier executions of cp.async. `agents`: the agents that carry the copies out.
+    `known`: the knowledge of the lanes."""
 
     lanes: np.ndarray
     position: int
@@ -80,9 +85,9 @@ class Arrival:
 class Store:
     """A copy out of shared memory, or a reduction.
 
-    target: where in global memory. dtype, reduction: how the elements there and the new ones are
-    combined; None for a copy. data: what it has read; None before that. known: to those who have
-    waited that it did.
+    `target`: its place in global memory. `dtype`, `reduction`: the operation that combines the
+    elements there with the new ones; None for a copy. `data`: the data that it has read; None
+    before that. `known`: knowledge of lanes that have waited for the read.
     """
 
     lane: int
@@ -99,7 +104,8 @@ class Store:
 
 @dataclass
 class _Groups:
-    """Stores of one lane: those not committed, and those of each group, the oldest first."""
+    """Stores of one lane: the stores not committed, and the stores of each group, the oldest group
+    first."""
 
     open: list[Store] = field(default_factory=list)
     committed: list[list[Store]] = field(default_factory=list)
@@ -107,8 +113,8 @@ class _Groups:
 
 @dataclass(eq=False, repr=False)
 class Transfers:
-    """Copies of a batch by TMA that are on their way. random: of the order in which they complete;
-    None for as late as can be."""
+    """Copies of a batch by TMA that are on their way. `random`: decides the order in which they
+    complete; with None they complete as late as possible."""
 
     shared: WatchedMemory
     memory: DeviceMemory
@@ -140,8 +146,9 @@ class Transfers:
         source: np.ndarray | None = None,
         piece: Box | Span | None = None,
     ) -> None:
-        """Begins a copy into shared memory, as `Load` has it. issued: what its thread knows.
-        source: rows that it reads, if those are in shared memory too. piece: of global memory."""
+        """Begins a copy into shared memory, with the fields of `Load`. `issued`: the knowledge of
+        its thread. `source`: rows that it reads, if they are in shared memory too. `piece`: piece
+        of global memory that it reads."""
         if piece is not None:
             self._check_load(position, lane, piece)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
@@ -173,7 +180,7 @@ class Transfers:
         dtype: np.dtype,
         reduction: Reduction | None,
     ) -> None:
-        """Begins a copy out of shared memory, as `Store` has it."""
+        """Begins a copy out of shared memory, with the fields of `Store`."""
         self._check_store(position, lane, target, is_reduction=reduction is not None)
         geometry, order = self.shared.geometry, self.shared.order
         lanes, granules = np.array([lane]), self._granules(chunks, CHUNK)
@@ -201,8 +208,8 @@ class Transfers:
         )
 
     def arrive(self, position: int, lanes: np.ndarray, places: np.ndarray, *, adds: bool) -> None:
-        """cp.async.mbarrier.arrive by lanes. adds: the object waits for one more arrival of each
-        (without .noinc)."""
+        """cp.async.mbarrier.arrive by lanes. `adds`: whether the object waits for one more arrival
+        per lane (without .noinc)."""
         for where in np.unique(places).tolist():
             mine = lanes[places == where]
             if adds:
@@ -213,7 +220,7 @@ class Transfers:
             self.incoming.append(arrival)
 
     def _marks(self, piece: Box | Span) -> np.ndarray:
-        """Those of a piece of global memory, to be changed."""
+        """The marks of a piece of global memory, a view to be changed."""
         before, size = self._written, self.memory.words(1).size
         if before.size < size:
             self._written = np.zeros(size, np.uint8)
@@ -221,7 +228,7 @@ class Transfers:
         return piece.view(self._written, ARENA_BASE)
 
     def _check_load(self, position: int, lane: int, piece: Box | Span) -> None:
-        """Reports a copy of what a store may still write."""
+        """Reports a copy that reads bytes which a store may still write."""
         if not self.groups or piece.is_outside or not self._marks(piece).any():
             return
         for store in self._stores():
@@ -233,8 +240,8 @@ class Transfers:
     def _check_store(
         self, position: int, lane: int, target: Box | Span, *, is_reduction: bool
     ) -> None:
-        """Reports a store to what a load may still read; lints one to what another store may still
-        write, unless both are reductions, each of which is atomic."""
+        """Reports a store to bytes that a load may still read. Lints a store to bytes that another
+        store may still write, unless both are reductions, which are atomic."""
         if target.is_outside:
             return
         for load in self.incoming:
@@ -251,7 +258,8 @@ class Transfers:
                     self.log.lint(
                         OverlappingStoresLint,
                         f"the bulk copy at {self.log.site(store.position)}\n    writes the same "
-                        "bytes of global memory, and nobody has waited for it: either may be last",
+                        "bytes of global memory, and no thread has waited for it: either may be "
+                        "last",
                         position,
                         self.shared.geometry.thread(lane),
                         address,
@@ -265,7 +273,7 @@ class Transfers:
         self.log.report(
             PendingCopyError,
             f"{action} of global memory, which a bulk copy {does}, issued at "
-            f"{self.log.site(other)}\n    nobody has waited for it",
+            f"{self.log.site(other)}\n    no thread has waited for it",
             position,
             self.shared.geometry.thread(lane),
             address,
@@ -285,8 +293,8 @@ class Transfers:
             groups.open = []
 
     def wait(self, lanes: np.ndarray, allowed: int, *, is_read_only: bool) -> None:
-        """cp.async.bulk.wait_group: until all but the newest groups of each lane have completed, or
-        have read shared memory."""
+        """cp.async.bulk.wait_group: completes all but the newest groups of each lane, or makes them
+        read shared memory."""
         for lane in lanes.tolist():
             if lane not in self.groups:
                 continue
@@ -313,9 +321,9 @@ class Transfers:
     # -- doing -------------------------------------------------------------------------------------
 
     def help(self, wanted: Set[int]) -> bool:
-        """Completes of each cluster the oldest copy that an mbarrier object needs, one of those at
-        the places that are wanted; whether there was one. Clusters do not wait for each other, and
-        those that go on at once stay together."""
+        """Completes, in each cluster, the oldest copy for an mbarrier object at the wanted places;
+        returns whether there was one. Clusters do not wait for each other, and clusters that go on
+        at once stay together."""
         cluster_bytes = self.shared.stride * self.shared.geometry.cluster
         oldest: dict[int, int] = {}
         for i, one in enumerate(self.incoming):
@@ -328,7 +336,7 @@ class Transfers:
         return bool(done)
 
     def step(self) -> None:
-        """Perhaps does something that is pending."""
+        """Does pending work at random."""
         if self.random is None or self.random.random() > CHANCE:
             return
         stores = [s for s in self._stores() if not s.is_written]
@@ -348,9 +356,10 @@ class Transfers:
     def pending_at(
         self, addresses: np.ndarray, size: int, *, is_read: bool, is_atomic: bool
     ) -> tuple[np.ndarray, str]:
-        """Which of `size` bytes at addresses of global memory a thread may not access now, since a
-        copy that was not waited for writes them, or reads what is to be written; and what is said
-        of it. is_atomic: reductions do not mind."""
+        """Which of `size` bytes at addresses of global memory a thread may not access now, and the
+        text of the error. A copy that no thread has waited for writes these bytes, or reads bytes
+        that the access would write. `is_atomic`: whether the access is atomic, which reductions
+        allow."""
         hit, text = np.zeros(addresses.shape, bool), ""
         start, end = int(addresses.min()), int(addresses.max()) + size
 
@@ -376,7 +385,7 @@ class Transfers:
         return hit, text
 
     def finish(self) -> None:
-        """Ends what no thread has waited for, when all have ended."""
+        """Completes the copies that no thread has waited for, after all threads have ended."""
         self.incoming.clear()
         for store in self._stores():
             self._read(store)
@@ -408,7 +417,7 @@ class Transfers:
             self.lints.deliver(load.position, load.lane, granules, load.piece)
         for access in load.accesses:
             self.shared.agents.end(access)
-        # What its thread knew when it issued the copy is not handed on.
+        # The knowledge of its thread at the time of issue is not handed on.
         known = self.shared.order.agent_knowledge(load.accesses[0].agent)
         self.phases.complete(load.position, load.lane, load.where, load.size, known, load.phase)
 

@@ -2,14 +2,14 @@
 Warpgroup Level Matrix Multiply-Accumulate Instructions").
 
 A warp issues a product and commits it to a group. From then on until the group retires the product
-may read its matrices: an agent reads their bytes of shared memory, and nobody may touch its
+may read its matrices: an agent reads their bytes of shared memory, and no thread may touch its
 registers (`wgmma_registers`). It is computed at the latest moment that is allowed, when the group
-retires, the 16 rows of each warp by themselves; or at a random moment before, once the warps that
-retire together have committed it.
+retires, separately for the 16 rows of each warp. With a seed it is computed at a random moment
+before, once the warps that retire together have committed it.
 
 A group retires for the whole warpgroup as soon as one of its warps has waited for it, and that warp
 waits until all four have committed the group. Where warps retire alone (`strict`), each waits for
-its own part, and who has waited knows nothing of the others.
+its own part, and a warp that has waited knows nothing of the others.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from flash_helpers.ptx.run.watch.shared import WatchedMemory
 class ComputedProduct:
     """A wgmma.mma_async that has just been computed for some warps, in float64.
 
-    blocks: `ctaid` of each warp's block, (warps, 3). warps: numbered within their block. a: each
-    warp's rows of A, (warps, 16, 16), negated if the product is. b: B as each of them has it,
-    (warps, 16, N). d: its rows of D with this product in it, (warps, 16, N).
+    `blocks`: `ctaid` of each warp's block, (warps, 3). `warps`: numbered within their block. `a`:
+    each warp's rows of A, (warps, 16, 16), negated if the product is. `b`: each warp's B, (warps,
+    16, N). `d`: each warp's rows of D after this product, (warps, 16, N).
     """
 
     instruction: Instruction
@@ -70,8 +70,8 @@ class ComputedProduct:
 
 @dataclass(eq=False, repr=False)
 class Warpgroups:
-    """Products that the warps of a batch have issued and not retired. show: is given each product
-    when it is computed."""
+    """Products that the warps of a batch have issued and not retired. `show`: called with each
+    product when it is computed."""
 
     geometry: Geometry
     program: Program
@@ -90,7 +90,7 @@ class Warpgroups:
         self._together = Together(geometry, log, values=3)
         self.committed = np.zeros(self._together.ended.size, np.int64)
         """Groups that each warp has committed."""
-        # By what retires together: a warpgroup, or a warp.
+        # By the owner, the warps that retire together: a warpgroup, or a warp.
         self._owner_of = self._together.group_of
         if self.strict:
             self._owner_of = np.arange(geometry.warps)
@@ -115,7 +115,7 @@ class Warpgroups:
 
     def may_wait(self, warps: np.ndarray, allowed: int) -> np.ndarray:
         """Whether a wgmma.wait_group for all but so many groups is over at once for each of the
-        warps: the others of its warpgroup have committed what it waits for."""
+        `warps`: the others of its warpgroup have committed what it waits for."""
         if self.strict:
             return np.ones(warps.size, bool)
         mates = self._together.mates[warps]
@@ -123,7 +123,7 @@ class Warpgroups:
         return ((self.committed[mates] >= target[:, None]) | self._together.ended[mates]).all(1)
 
     def whom_it_awaits(self, warp: int, allowed: int) -> str:
-        """Text for a warp for which `may_wait` does not hold."""
+        """Text for a warp that waits because `may_wait` is false for it."""
         target = self.committed[warp] - allowed
         mates = self._together.mates[warp]
         late = mates[self.committed[mates] < target] // len(self.geometry.blocks)
@@ -158,7 +158,7 @@ class Warpgroups:
         b_bits: np.ndarray,
         adds: np.ndarray,
     ) -> None:
-        """wgmma.mma_async; the rest as in `Issue`."""
+        """wgmma.mma_async; the other arguments are as in `Issue`."""
         issue = Issue(product, warps, self.committed[warps], a_bits, b_bits, adds)
         found = self._record(product.position, warps, a_bits, b_bits, adds)
         wrong = (found[:, 0] != a_bits) | (found[:, 1] != b_bits)
@@ -200,7 +200,7 @@ class Warpgroups:
             issues[:] = [i for i in left if i.warps.size]
 
     def step(self) -> None:
-        """Perhaps computes some of the products that nobody has waited for."""
+        """Computes, at random, some of the products that no warp has waited for."""
         if self.random is None or not self._issued or self.random.random() > CHANCE:
             return
         issue = self._issued[int(self.random.integers(len(self._issued)))]
@@ -219,8 +219,8 @@ class Warpgroups:
     # -- what they read ----------------------------------------------------------------------------
 
     def _are_inside(self, issue: Issue) -> np.ndarray:
-        """Reports descriptors that are none, or that reach beyond the block's shared memory; of
-        which warps they are good."""
+        """Reports invalid descriptors and those that reach beyond the block's shared memory;
+        returns which warps have good ones."""
         good = np.ones(issue.warps.size, bool)
         product = issue.product
         for matrix, bits in ((product.a_matrix, issue.a_bits), (product.b_matrix, issue.b_bits)):
@@ -270,7 +270,7 @@ class Warpgroups:
         known: Sequence[Knowledge],
         addresses: Sequence[np.ndarray],
     ) -> None:
-        """which: of the warps, those for which something is read."""
+        """Reads for some warps. `which`: the warps for which something is read."""
         warps = issue.warps[which]
         owners = self._owner_of[warps].tolist()
         blocks = warps % len(self.geometry.blocks)
@@ -299,7 +299,7 @@ class Warpgroups:
         return self.shared.order.agent(block, f"wgmma of {what} {number}")
 
     def _end_reads(self, owner: int, limit: int) -> None:
-        """Those of groups before a limit are over."""
+        """Ends the reads of groups before a limit."""
         left = []
         for group, access in self._reads[owner]:
             if group < limit:
@@ -311,7 +311,8 @@ class Warpgroups:
     # -- what they compute -------------------------------------------------------------------------
 
     def _compute(self, limits: np.ndarray) -> list[Issue]:
-        """Computes the products of all groups before a limit, by their owner; these products."""
+        """Computes the products of all groups before a limit, by their owner; returns these
+        products."""
         self._issued, due = self._parted(self._issued, limits)
         chain = None
         for issue in due:
@@ -340,7 +341,7 @@ class Warpgroups:
     def _parted(
         self, issues: Sequence[Issue], limits: np.ndarray
     ) -> tuple[list[Issue], list[Issue]]:
-        """Those of groups from a limit on, by their owner, and those before."""
+        """The products of groups from a limit on, by their owner, and the products before."""
         left, before = [], []
         for issue in issues:
             due = issue.groups < limits[self._owner_of[issue.warps]]
@@ -372,6 +373,6 @@ class Warpgroups:
         bad: np.ndarray,
         address: int | None = None,
     ) -> None:
-        """bad: of the warps."""
+        """Reports a fault of some warps. `bad`: the warps at fault."""
         thread = self.geometry.thread(warps[bad.argmax()] * WARP)
         self.log.report(kind, text, position, thread, address, int(bad.sum()))

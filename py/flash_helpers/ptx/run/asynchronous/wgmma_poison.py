@@ -11,15 +11,15 @@ from flash_helpers.ptx.run.watch.poison import COUNTS, Codes, Poison
 
 
 def counted(codes: Codes) -> Codes:
-    """Poison of what was computed, not only moved."""
+    """Poison of values that were computed, not only moved."""
     return np.where(codes, codes | COUNTS, 0)
 
 
 def codes_of_fragment(
     poison: Poison, names: Sequence[str], together: int, lanes: np.ndarray
 ) -> Codes | None:
-    """Codes of the elements of A or D, (warps, 16, columns); None if all are clean. names: of its
-    registers. together: elements of a register."""
+    """Codes of the elements of A or D, (warps, 16, columns); None if all are clean. `names`: names
+    of its registers. `together`: elements per register."""
     held = [poison.of(name, lanes) for name in names]
     if all(codes is None for codes in held):
         return None

@@ -1,13 +1,13 @@
-"""Who touched the registers of wgmmas last: hazards of accumulators and of A in registers.
+"""The last accesses to the registers of `wgmma`: hazards of accumulators and of A in registers.
 
 A warp may not touch the accumulator, or the A, of a product that it has not waited for (PTX ISA
-9.0, "wgmma.wait_group"). And a `wgmma.fence` must stand between a warp's access to a register and a
-product that uses it, except where products of one shape use an accumulator one after the other; and
-before the first product of all (PTX ISA 9.0, "wgmma.fence").
+9.0, "wgmma.wait_group"). A `wgmma.fence` must stand between a warp's access to a register and a
+product that uses it, except where products of one shape use an accumulator one after the other.
+Another must stand before the first product of all (PTX ISA 9.0, "wgmma.fence").
 
 Registers that the same products use in the same way are one fragment here. In a stretch of code
-without wgmma instructions what holds of a fragment at its first access holds to the end, so that
-access alone is looked at.
+without wgmma instructions the state of a fragment does not change after its first access, so only
+that access is checked.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Fragments = np.ndarray
 
 
 class RegisterWatch:
-    """Accesses by the warps of a batch to the fragments of a program, and when; time counts wgmma
-    instructions and watched accesses."""
+    """Accesses by the warps of a batch to the fragments of a program, with their times; time counts
+    wgmma instructions and watched accesses."""
 
     def __init__(self, program: Program, geometry: Geometry, log: FaultLog) -> None:
         self._program = program
@@ -65,7 +65,7 @@ class RegisterWatch:
         self._waited = np.zeros(geometry.warps, np.int64)
 
     def fragments(self, operands: Iterable[Operand]) -> Fragments:
-        """Those that operands name."""
+        """The fragments that operands name."""
         found = {self._fragment_of.get(name, -1) for name in _names(operands)}
         return np.array(sorted(found - {-1}), np.int64)
 
@@ -115,7 +115,8 @@ class RegisterWatch:
         d: Fragments,
         a: Fragments,
     ) -> None:
-        """Warps issue a product. groups: of each. d, a: its fragments. n: columns of D."""
+        """Warps issue a product. `groups`: group of each warp. `d`, `a`: fragments of the product.
+        `n`: columns of D."""
         for fragments, accumulates in ((d, True), (a, False)):
             part = np.ix_(fragments, warps)
             fenced = self._fenced[warps]
@@ -147,7 +148,8 @@ class RegisterWatch:
         fragments: Fragments,
         bad: np.ndarray,
     ) -> None:
-        """bad: for fragments and warps, whether the newest product that used them is too near."""
+        """Reports fragments that are used too early. `bad`: for fragments and warps, whether the
+        newest product that used them is too near."""
         if not bad.any():
             return
         i, j = np.argwhere(bad)[0]

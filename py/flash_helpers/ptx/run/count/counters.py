@@ -17,7 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Counters:
-    """Counts of a finished launch, by whatever one asks for."""
+    """Counts of a finished launch, by opcode, phase, role or line."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -27,7 +27,7 @@ class Counters:
             self.total.add(counts)
 
     def _group(self, key: Callable[[int], Key | None]) -> dict[Key, Counts]:
-        """Sums of what has one key; what has None is left out."""
+        """Sums of the counts with one key; counts with None as key are left out."""
         grouped: dict[Key, Counts] = defaultdict(Counts)
         for position, counts in self._each.items():
             if (found := key(position)) is not None:
@@ -53,10 +53,10 @@ class Counters:
         return {phase: found.get(phase, Counts()) for phase in Phase}
 
     def by_role(self) -> dict[str, Role]:
-        """Counts of those who do different work in a block: "producer", warps that issue bulk
-        loads and multiply nothing; "consumer", those that run `mma`, `wmma` or `wgmma`; "others";
-        and under "several" what warps of more than one of these execute. The roles that are there,
-        in this order."""
+        """Counts by the role of warps in a block: "producer", warps that issue bulk loads and
+        multiply nothing; "consumer", warps that run `mma`, `wmma` or `wgmma`; "others". The
+        instructions that warps of more than one role execute are under "several". Only existing
+        roles are returned, in this order."""
         issued, instructions = self.tally.issued > 0, self.tally.program.instructions
         loads, multiplies = (
             issued[[does(i) for i in instructions]].any(axis=0)
@@ -92,7 +92,7 @@ class Counters:
     def lines_of(self, file: str) -> dict[int, Counts]:
         """Counts by line of one file: each instruction at its innermost frame in that file.
 
-        file: compared with the end of the recorded path, so a relative path will do.
+        `file`: compared with the end of the recorded path, so a relative path will do.
         """
 
         def key(position: int) -> int | None:

@@ -1,21 +1,21 @@
 """Exact counts of one thing that a launch did, and their units.
 
-Units follow Nsight Compute: a *wavefront* is one pass through the shared-memory banks (32 banks of
-4 bytes, so at most 128 bytes), a *sector* is 32 bytes of global memory, a *request* is one memory
+Units follow Nsight Compute. A *wavefront* is one pass through the shared-memory banks: 32 banks of
+4 bytes, so at most 128 bytes. A *sector* is 32 bytes of global memory. A *request* is one memory
 instruction of one warp. Lanes that name the same word share it. An access without conflicts takes
 one wavefront for each part of the warp that is served at a time, and conflicts are the wavefronts
-beyond that:
+beyond that.
 
-- Accesses of 8 and 16 bytes a lane are served by half and quarter warps, `ldmatrix` and `stmatrix`
-  by matrices of 8x8.
-- Loads of 8 and 16 bytes are served by whole and half warps if every lane names the same word as
-  its neighbour (its number with the lowest bit flipped), or every lane the same as the one two away
-  (with the bit above flipped); lanes that do not take part do not matter.
-- Lanes of an atomic do not share: those that name one word take turns. Compare-and-swap takes two
-  wavefronts where others take one, and so does what ptxas makes of it in a loop: atomics of floats,
-  and of 64 bits, except exchanges. Of the loop only this is counted: not its loads, nor that lanes
-  of 64 bits go round it together. A literal 1 added to a u32 whose old value nobody reads is
-  counted by ptxas over the warp (ATOMS.POPC.INC), like a store.
+- Accesses of 8 and 16 bytes per lane are served by half and quarter warps, `ldmatrix` and
+  `stmatrix` by matrices of 8x8.
+- Loads of 8 and 16 bytes are served by whole and half warps in two cases. Either every lane names
+  the same word as its neighbour (its number with the lowest bit flipped), or every lane names the
+  same word as the lane two away (with the bit above flipped). Inactive lanes do not matter.
+- Lanes of an atomic do not share: lanes that name one word take turns. Compare-and-swap takes two
+  wavefronts where other atomics take one. So do the atomics that ptxas turns into a loop of it:
+  atomics of floats, and of 64 bits, except exchanges. Nothing else of that loop is counted. ptxas
+  adds a literal 1 to a u32 whose old value is never read once for the whole warp (ATOMS.POPC.INC),
+  which counts like a store.
 
 All of this was measured on an H200 (benchmarks/shared_wavefronts.py).
 """
@@ -36,17 +36,20 @@ class Counts:
     """Counts of one instruction, line, phase or launch; the unit is one warp's execution, of which
     a `wgmma` has four.
 
-    tma_requests: bulk copies, reductions and prefetches, of which each thread that takes part makes
-    one of tma_boxes (a box of a tensor, or bytes in a row). tma_bytes: of shared memory that they
-    fill or read, in each block that gets them. tma_sectors: those that an SM takes from the L2
-    cache or sends there, each row of a box by itself, and with what is filled in outside of the
-    tensor; a prefetch has none of either.
-    mma_flops: of `mma` and `wgmma`. wgmma_bytes: of the operands of `wgmma` in shared memory, once
-    for a warpgroup. They are not part of shared_bytes, and their wavefronts are not known.
-    waits: for groups of cp.async, bulk copies and `wgmma`.
-    mbarrier_waits: test_wait and try_wait, as often as they return. blocked: warps that fell asleep
-    at a wait, for an mbarrier, a `wgmma`, a barrier of the cluster or registers. Who falls asleep
-    depends on what is late: here everything is, unless the launch has a seed.
+    `tma_requests`: bulk copies, reductions and prefetches, of which each thread that takes part
+    makes one of tma_boxes (a box of a tensor, or bytes in a row). `tma_bytes`: bytes of shared
+    memory that they fill or read, in each block that gets them. `tma_sectors`: sectors that an SM
+    takes from the L2 cache or sends there, each row of a box by itself, filled elements outside the
+    tensor included. A prefetch has no bytes and no sectors.
+
+    `mma_flops`: operations of `mma` and `wgmma`. `wgmma_bytes`: bytes of the operands of `wgmma` in
+    shared memory, once per warpgroup. They are not part of shared_bytes, and their wavefronts are
+    not known.
+
+    `waits`: waits for groups of cp.async, bulk copies and `wgmma`. `mbarrier_waits`: test_wait and
+    try_wait, as often as they return. `blocked`: warps that fell asleep at a wait, for an mbarrier,
+    a `wgmma`, a barrier of the cluster or registers. Their number depends on which operations are
+    late: in the simulator all are, unless the launch has a seed.
     """
 
     instructions: int = 0
@@ -94,7 +97,7 @@ class LineCounts:
 
 @dataclass(frozen=True)
 class Role:
-    """Counts of some warps. warps: numbered within the block."""
+    """Counts of some warps. `warps`: numbered within the block."""
 
     warps: tuple[int, ...]
     phases: Mapping[Phase, Counts]

@@ -22,9 +22,9 @@ _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
 @dataclass(frozen=True)
 class _SharedRule:
-    """How shared memory serves an instruction, as `counts` tells it. is_load: parts of a warp may
-    be served together. each_lane: lanes that name one word take turns. passes: for each wavefront
-    that the addresses need."""
+    """The way in which shared memory serves an instruction, by the rules of `counts`. `is_load`:
+    parts of a warp may be served together. `each_lane`: lanes that name one word take turns.
+    `passes`: wavefronts counted for each one that the addresses need."""
 
     is_load: bool = False
     each_lane: bool = False
@@ -44,8 +44,8 @@ def _shared_rule(program: Program, position: int) -> _SharedRule:
 
 
 def _counts_votes(program: Program, instruction: Instruction) -> bool:
-    """Whether ptxas makes an atomic an ATOMS.POPC.INC: it adds the literal 1 to a u32, and nobody
-    reads the old value."""
+    """Whether ptxas makes an atomic an ATOMS.POPC.INC: it adds the literal 1 to a u32, and the old
+    value is never read."""
     *target, _, value = instruction.operands
     if not instruction.has("add") or instruction.types[-1] != "u32" or value != Immediate(1):
         return False
@@ -60,7 +60,7 @@ def _counts_votes(program: Program, instruction: Instruction) -> bool:
 class Tally:
     """Counts by instruction of the program while it runs.
 
-    issued: (instructions, warps of a block), executions by that warp of all blocks. blocked: of
+    `issued`: (instructions, warps of a block), executions by that warp of all blocks. `blocked`: of
     each instruction, warps that fell asleep at it.
     """
 
@@ -85,7 +85,8 @@ class Tally:
     def shared_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
     ) -> None:
-        """Counts a shared access of `size` bytes a lane. lanes: None for all of whole warps."""
+        """Counts a shared access of `size` bytes per lane. `lanes`: None for all lanes of whole
+        warps."""
         unit = max(size, 4)
         width = 128 // unit
         counts, rule = self.accesses[position], self._rule(position)
@@ -127,7 +128,8 @@ class Tally:
     def global_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
     ) -> None:
-        """Counts a global access of `size` bytes a lane. lanes: None for all of whole warps."""
+        """Counts a global access of `size` bytes per lane. `lanes`: None for all lanes of whole
+        warps."""
         counts, sectors = self.accesses[position], addresses >> 5
         if lanes is None:
             rows = np.sort(sectors.reshape(-1, WARP), axis=1)
@@ -140,8 +142,8 @@ class Tally:
         counts.global_bytes += sectors.size * size
 
     def bulk_copy(self, position: int, size: int, sectors: int, *, is_request: bool) -> None:
-        """Counts a copy by a lane. size: bytes of shared memory. sectors: of global memory.
-        is_request: it is the first of its warp's execution."""
+        """Counts a copy by a lane. `size`: bytes of shared memory. `sectors`: sectors of global
+        memory. `is_request`: it is the first copy of its warp's execution."""
         counts = self.accesses[position]
         counts.tma_requests += is_request
         counts.tma_boxes += 1
@@ -187,8 +189,8 @@ def _merges(units: np.ndarray, lanes: np.ndarray | None) -> np.ndarray:
 
 
 def _in_pairs(rows: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """For each warp, whether all lanes name the same word as the lane beside them, or all the same
-    as the lane two away; lanes that do not take part are no hindrance."""
+    """For each warp, whether all lanes name the same word as the lane beside them, or all name the
+    same word as the lane two away. Inactive lanes do not matter."""
     merges = np.zeros(len(rows), bool)
     for distance in (1, 2):
         pairs, both = (x.reshape(len(rows), -1, 2, distance) for x in (rows, active))

@@ -1,4 +1,4 @@
-"""The barriers of blocks: who has arrived, and when they let go (PTX ISA 9.0, "bar", "barrier")."""
+"""The barriers of blocks: their arrivals and their completion (PTX ISA 9.0, "bar", "barrier")."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BARRIERS_OF_BLOCK = 16
 class Barrier:
     """A block-wide barrier instruction, decoded.
 
-    name: its number, one element a lane or one for all. count: threads that take part; None for
-    the whole block. is_plain: every thread of the block waits at it, under a number that exists.
-    waits: False for `bar.arrive`. reduction, predicate, destination: of `bar.red`; the first is
-    popc, and or or.
+    `name`: its number, one element per lane or one for all. `count`: threads that take part; None
+    for the whole block. `is_plain`: every thread of the block waits at it, under a number that
+    exists. `waits`: False for `bar.arrive`. `reduction`, `predicate`, `destination`: operation
+    (popc, and, or) and operands of `bar.red`.
     """
 
     name: np.ndarray
@@ -42,8 +42,8 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Threads of one block that came to a barrier together. position: of the instruction.
-    knowledge: what they knew then."""
+    """Threads of one block that came to a barrier together. `position`: position of the
+    instruction. `knowledge`: the threads' knowledge at that time."""
 
     lanes: np.ndarray
     position: int
@@ -83,9 +83,9 @@ def decode_barrier(machine: Machine, instruction: Instruction) -> Barrier:
 
 
 class BlockBarriers:
-    """The barriers of all blocks of a batch. at: decoded, by the position of their instructions.
-    strict: a barrier of the whole block waits for threads that have ended, too. arrivals: those
-    that have not been let go, by block and number."""
+    """The barriers of all blocks of a batch. `at`: decoded, by the position of their instructions.
+    `strict`: a barrier of the whole block waits for threads that have ended, too. `arrivals`:
+    arrivals at barriers that are not complete, by block and number."""
 
     def __init__(
         self, machine: Machine, threads: Threads, at: Mapping[int, Barrier], *, strict: bool
@@ -100,7 +100,8 @@ class BlockBarriers:
         threads.ended = WeakMethod(self.release_complete)
 
     def pass_together(self, position: int) -> bool:
-        """Whether all lanes of the batch pass a barrier at once; then they have."""
+        """Lets all lanes of the batch pass a barrier at once if they can; returns whether they
+        did."""
         barrier = self.at.get(position)
         # None: it is refused, and its predicate holds nowhere
         if barrier is None or not barrier.is_plain or self.arrivals:
@@ -134,7 +135,8 @@ class BlockBarriers:
                 self._release_if_complete(int(owner), int(name))
 
     def release_complete(self) -> None:
-        """Lets go where nobody is waited for any more, since threads have ended."""
+        """Completes the barriers at which no thread is missing any more, since threads have
+        ended."""
         for owner, name in list(self.arrivals):
             if (owner, name) in self.arrivals:
                 self._release_if_complete(owner, name)
@@ -164,7 +166,7 @@ class BlockBarriers:
         self._release(mine)
 
     def state(self, owner: int, name: int) -> str:
-        """How a barrier of a block stands, at which threads wait or have arrived."""
+        """The state of a barrier of a block at which threads wait or have arrived, in words."""
         arrivals = self.arrivals[owner, name]
         came = sum(arrival.lanes.size for arrival in arrivals)
         waiting = sum(arrival.lanes.size for arrival in arrivals if arrival.barrier.waits)
@@ -176,8 +178,8 @@ class BlockBarriers:
     # -- checks ------------------------------------------------------------------------------------
 
     def _check_operands(self, barrier: Barrier, position: int, lanes: np.ndarray) -> np.ndarray:
-        """Reports barriers that do not exist, and counts of threads that cannot be (PTX ISA 9.0,
-        "barrier"); which lanes name them."""
+        """Reports barriers that do not exist and impossible thread counts (PTX ISA 9.0, "barrier");
+        returns the lanes that name them."""
         most = self.machine.geometry.lanes_per_block
         checks = [
             (
@@ -214,8 +216,8 @@ class BlockBarriers:
         return wrong
 
     def _check_arrived(self, owner: int, name: int, arrivals: Sequence[Arrival]) -> None:
-        """Reports a barrier of a number of threads at which more have come together: which of them
-        it lets go is undefined."""
+        """Reports a barrier with a thread count at which more threads have come together: the ISA
+        leaves undefined which of them it lets go."""
         newest = arrivals[-1]
         if newest.barrier.count is None:
             return
@@ -249,7 +251,7 @@ class BlockBarriers:
                 )
 
     def _tell_left(self, owner: int, name: int, arrivals: Sequence[Arrival]) -> None:
-        """Lints arrivals without a wait, unless they are all that the barrier is for."""
+        """Lints arrivals without a wait, unless the barrier is for arrivals only."""
         newest = arrivals[-1]
         came = sum(arrival.lanes.size for arrival in arrivals)
         due = self._expected(newest.barrier, newest.lanes)
@@ -258,7 +260,7 @@ class BlockBarriers:
             self.machine.log.lint(
                 LeftArrivalsLint,
                 f"{came} of {due} threads of block {geometry.blocks[owner]} have arrived at "
-                f"barrier {name}, and nobody waits for them",
+                f"barrier {name}, and no thread waits for them",
                 newest.position,
                 geometry.thread(newest.lanes[0]),
             )
@@ -280,15 +282,15 @@ class BlockBarriers:
             order = self.machine.shared.order
             known = [arrival.knowledge for arrival in arrivals]
             if arrivals[-1].barrier.count is None and (ended := self.threads.ended_of(owner)).size:
-                # They have arrived as far as the others are concerned.
+                # For the other threads they have arrived.
                 known.append(order.arrive(ended))
             order.release(known, released)
             self._release(released)
 
     def _is_complete(self, owner: int, arrivals: Sequence[Arrival]) -> bool:
-        """Whether nobody is waited for any more. A barrier of the whole block waits for the threads
-        that have not ended; one of a number of threads for so many warps, and in each for the
-        threads that have not ended (PTX ISA 9.0, "barrier", "exit")."""
+        """Whether a barrier waits for no thread any more. A barrier of the whole block waits for
+        the threads that have not ended. A barrier with a thread count waits for that many warps,
+        and in each for the threads that have not ended (PTX ISA 9.0, "barrier", "exit")."""
         geometry = self.machine.geometry
         arrived = np.zeros(geometry.lanes_per_block, bool)
         for arrival in arrivals:

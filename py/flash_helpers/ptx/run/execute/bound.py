@@ -1,4 +1,4 @@
-"""A program bound to a machine: what the scheduler calls for each instruction."""
+"""A program bound to a machine: the callable of each instruction, for the scheduler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from flash_helpers.ptx.run.memory.regions import Selection
 class BoundProgram:
     """The instructions of a program as callables, each by its position.
 
-    actions: of every instruction; that of one which ends a block does nothing, since the scheduler
-    runs it, or refuses it. full: for each block of the program, its actions for all lanes. members:
-    the lanes that must execute an instruction together (`operations.bind`). barriers, choices,
-    taken: of the instructions that end blocks, the barrier, the target by its index, and which
-    lanes have a predicate that holds. sleeps: instructions that wait. sleeping_blocks: blocks of
-    the program with such instructions.
+    `actions`: action of every instruction. The action of an instruction that ends a block does
+    nothing, since the scheduler runs it, or refuses it. `full`: for each block of the program, its
+    actions for all lanes. `members`: the lanes that must execute an instruction together
+    (`operations.bind`). `barriers`, `choices`, `taken`: for the instructions that end blocks, the
+    barrier, the target by its index, and the lanes whose predicate holds. `sleeps`: instructions
+    that wait. `sleeping_blocks`: blocks of the program with such instructions.
     """
 
     def __init__(self, machine: Machine, observer: Observer | None) -> None:
@@ -58,8 +58,9 @@ class BoundProgram:
         self.sleeping_blocks = {program.block_of[position] for position in self.sleeps}
 
     def carry_poison(self) -> Spread:
-        """Lets all actions carry poison, from the next one on: the lists that are being run are
-        changed. The last instruction of a block, run by the scheduler, is one of them then."""
+        """Makes all actions carry poison, from the next one on, by changing the lists that are
+        being run. The last instruction of a block, which the scheduler runs, is then one of
+        them."""
         spread = Spread(self._machine)
         for position, action in enumerate(self.actions):
             self.actions[position] = spread.tracked(position, action)

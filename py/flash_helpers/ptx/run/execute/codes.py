@@ -9,7 +9,7 @@ from flash_helpers.ptx.run.watch.poison import COUNTS, Codes
 
 
 def union(*several: Codes | None) -> Codes | None:
-    """By the byte; of one row and more, the row counts for all."""
+    """The union of codes by byte; a single row counts for all bytes."""
     result = None
     for codes in several:
         if codes is not None:
@@ -23,7 +23,7 @@ def worst(*several: Codes | None) -> Codes | None:
 
 
 def counted(codes: Codes | None) -> Codes | None:
-    """Poison of what was computed, not only moved."""
+    """Poison of values that were computed, not only moved."""
     return None if codes is None else np.where(codes, codes | COUNTS, 0)
 
 
@@ -45,13 +45,13 @@ def full(codes: Codes | None, size: int, lanes: int) -> Codes:
 
 
 def octets(values: np.ndarray, lanes: int) -> np.ndarray:
-    """The bytes of one value a lane, or one for all: (bytes, lanes)."""
+    """The bytes of one value per lane, or of one value for all: (bytes, lanes)."""
     whole = np.ascontiguousarray(np.broadcast_to(values, (lanes,)))
     return whole.view(np.uint8).reshape(lanes, -1).T
 
 
 def over_warps(codes: Codes | None, lanes: np.ndarray) -> Codes | None:
-    """One row: a warp's worst, for each of its lanes."""
+    """One row: the worst code of a warp, for each of its lanes."""
     if codes is None:
         return None
     warps, index = np.unique(lanes // WARP, return_inverse=True)

@@ -1,4 +1,4 @@
-"""The report of threads that sleep for ever."""
+"""The report of threads that sleep forever."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flash_helpers.ptx.run.machine import Machine
 
 
 class Deadlock:
-    """The first cluster with lanes that sleep, where nobody can run.
+    """The first cluster with sleeping lanes, in a batch where no thread can run.
 
-    stuck: its lanes that have not ended. keys: the barriers at which some of them have arrived.
+    `stuck`: its lanes that have not ended. `keys`: the barriers at which some of them have arrived.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Deadlock:
         self.keys = barriers.of_blocks(self.owners)
 
     def end(self) -> None:
-        """Reports who waits for what, and ends the cluster."""
+        """Reports which threads wait for what, and ends the cluster."""
         ended = sum(self._threads.ended_of(owner).size for owner in self.owners)
         lines = (
             "no warp can go on",
@@ -48,7 +48,7 @@ class Deadlock:
         self._threads.status[self.stuck] = DONE
 
     def _waiting(self) -> list[str]:
-        """For each block, instruction and barrier at which threads wait, why."""
+        """The reason for each block, instruction and barrier at which threads wait."""
         geometry, threads, stuck = self._geometry, self._threads, self.stuck
         names = np.zeros(geometry.lanes, np.int64)
         for key in self.keys:
@@ -78,9 +78,9 @@ class Deadlock:
         return told
 
     def _arrived(self) -> list[str]:
-        """For each barrier at which threads have arrived and none waits, how it stands."""
+        """The state of each barrier at which threads have arrived and none waits."""
         return [
-            f"nobody waits at a barrier of block {self._geometry.blocks[key[0]]}\n"
+            f"no thread waits at a barrier of block {self._geometry.blocks[key[0]]}\n"
             f"      {self._barriers.state(*key)}"
             for key in self.keys
             if not any(arrival.barrier.waits for arrival in self._barriers.arrivals[key])

@@ -26,9 +26,9 @@ class Meetings:
     def join(
         self, position: int, lanes: np.ndarray
     ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
-        """Lanes that may execute a warp-wide instruction now, those among them that have waited for
-        the others of their warp; the rest wait. Also returns the lanes that a bar.warp.sync
-        elsewhere lets go, by its position."""
+        """Returns the lanes that may execute a warp-wide instruction now, and those among them that
+        have waited for other lanes of their warp; the remaining lanes wait. Also returns the lanes
+        that a bar.warp.sync elsewhere lets go, by its position."""
         lanes = np.union1d(lanes, self.threads.waiting_at(position))
         members = self.members[position]
         instruction = self.program.instructions[position]
@@ -71,7 +71,7 @@ class Meetings:
         return masks
 
     def report_missing(self, position: int, lanes: np.ndarray) -> None:
-        """Reports that lanes of a warp wait for others that do not come."""
+        """Reports lanes of a warp that wait for lanes which do not come."""
         needed = int(for_each(self.members[position], lanes)[0])
         missing = needed & ~int(self.machine.masks(lanes)[lanes[0]])
         ended = int(warp_masks(self.threads.status == DONE)[lanes[0]]) & missing

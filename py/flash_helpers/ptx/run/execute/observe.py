@@ -15,7 +15,7 @@ from flash_helpers.ptx.run.machine import Machine
 
 @dataclass(frozen=True)
 class Observation:
-    """An instruction just executed by some lanes of a batch of blocks. lanes: numbered over the
+    """An instruction just executed by some lanes of a batch of blocks. `lanes`: numbered over the
     batch; whole warps for warp-wide instructions."""
 
     machine: Machine
@@ -35,13 +35,13 @@ class Observation:
         return self.machine.geometry.warp_of(self.lanes)
 
     def value(self, operand: Operand, type_name: str) -> np.ndarray:
-        """An operand as a PTX type, one element a lane; registers written hold their new value.
+        """An operand as a PTX type, one element per lane; registers written hold their new value.
         Raises UnsupportedInstruction for an operand that is no scalar."""
         array = self.machine.source(operand, type_name)
         return np.broadcast_to(array, (self.machine.lanes,))[self.lanes].copy()
 
     def shared(self, block: tuple[int, int, int]) -> np.ndarray:
-        """The bytes of a block's shared memory; copies that nobody waited for are not there yet."""
+        """The bytes of a block's shared memory, without copies that no thread has waited for."""
         shared = self.machine.shared
         start = self.machine.geometry.blocks.index(block) * shared.stride
         return shared.data[start : start + shared.size].copy()
@@ -51,10 +51,10 @@ class Observation:
 class Observer:
     """The instructions to look at, and callbacks that are given them.
 
-    wants: asked once for every instruction of the kernel that is not control flow. see: called
-    each time that lanes have executed one of those wanted. see_product: called each time that a
-    `wgmma` is computed, which is when its group retires, and not when it is issued; those of a warp
-    that accumulate in the same registers come in their order.
+    `wants`: called once for every instruction of the kernel that is not control flow. `see`: called
+    each time that lanes have executed a wanted instruction. `see_product`: called each time that a
+    `wgmma` is computed, which happens when its group retires, not when it is issued. Products of a
+    warp that accumulate in the same registers come in their order.
     """
 
     wants: Callable[[Instruction], bool]

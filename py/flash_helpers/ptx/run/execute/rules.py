@@ -1,14 +1,13 @@
-"""How poison spreads: for each instruction, which bytes of its results are poisoned.
+"""Rules by which poison spreads: for each instruction, the bytes of its results that are poisoned.
 
 Poison is known by the byte. Moves, packing and unpacking, `prmt`, shifts by a literal, conversions
 between integers, logic, selection, shuffles, `ldmatrix`, `stmatrix`, `movmatrix` and memory pass on
 the bytes that they move; packed 16-bit arithmetic and the pairs that `cvt` makes know their halves.
 `and` and `or` are clean where a clean source decides alone, and so is a comparison combined with a
-predicate. D[i][j] of an `mma` is poisoned if any of A[i][:], B[:][j] or C[i][j] is
-(and of a `wgmma`, when it is computed: `warpgroups`). Every other
-result is poisoned as a whole in a lane if any byte of a source is; of an instruction in which the
-lanes of a warp see each other, if any source of the warp is. So a product with a literal zero stays
-poisoned.
+predicate. D[i][j] of an `mma` is poisoned if any of A[i][:], B[:][j] or C[i][j] is (and of a
+`wgmma`, when it is computed: `warpgroups`). Every other result of a lane is poisoned as a whole if
+any byte of a source is. Where the lanes of a warp see each other, it is poisoned if any source of
+the warp is. So a product with a literal zero stays poisoned.
 """
 
 from __future__ import annotations
@@ -65,10 +64,11 @@ _PACKED = frozenset({"add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex
 class Plan:
     """The part of an instruction that concerns poison.
 
-    guard: its name and its value. uses: what must be clean in the lanes that execute: what it is
-    called in messages, the operands, and up to which lane of a warp it matters. targets: names of
-    the registers written, None for a sink. spread: their codes. stored: codes of the word that it
-    writes to memory. load: which lanes get what of words that were read, (bytes, lanes).
+    `guard`: its name and its value. `uses`: operands that must be clean in the lanes that execute:
+    the name in messages, the operands, and the number of lanes of a warp that matter. `targets`:
+    names of the registers written, None for a sink. `spread`: their codes. `stored`: codes of the
+    word that it writes to memory. `load`: distributes the codes of words that were read to lanes,
+    (bytes, lanes).
     """
 
     guard: tuple[str, Callable[[Selection], np.ndarray]] | None
@@ -220,10 +220,11 @@ class Rules:
     # -- registers ---------------------------------------------------------------------------------
 
     def _rule(self, instruction: Instruction, count: int, sources: Sequence[Operand]) -> Rule:
-        """count: of destinations. sources: the operands but for these and addresses."""
+        """`count`: number of destinations. `sources`: the operands without destinations and
+        addresses."""
         name, types = instruction.name, instruction.types
         if name in _LOADS or name in _CONTROL or not _has_result(instruction):
-            # What comes from memory is in `load`.
+            # Codes from memory are in `load`.
             return lambda selection: (None,) * count
         if uses_carry(instruction) or sets_carry(instruction):
             return self._carried(instruction, count, sources)

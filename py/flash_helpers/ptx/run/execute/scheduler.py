@@ -43,8 +43,8 @@ NO_END = 1 << 62
 _WAITING_STEPS = 4 * 256
 
 _FAIRNESS = 256
-"""Every so many steps the threads that waited longest run, so that spinning on others ends. Those
-that sleep are looked after then, too."""
+"""Steps after which the threads that have waited longest run, so that spinning on other threads
+ends. Sleeping threads are checked then, too."""
 
 
 class Scheduler:
@@ -87,8 +87,8 @@ class Scheduler:
     # -- all threads together ----------------------------------------------------------------------
 
     def run(self, turn: int = NO_END) -> bool:
-        """Runs until every thread has ended, or a warp has run about so many more instructions;
-        whether all have ended."""
+        """Runs until every thread has ended, or a warp has run about `turn` more instructions;
+        returns whether all have ended."""
         self._turn_ends = self._spent + turn
         while self._spent < self._turn_ends and self.threads.live_lanes.size:
             if self._at is None:
@@ -108,12 +108,12 @@ class Scheduler:
 
     @property
     def is_late(self) -> bool:
-        """Whether half of the instructions that it may run are spent."""
+        """Whether half of the instructions that the batch may run are spent."""
         return self._spent > self.limit // 2
 
     @property
     def _spent(self) -> int:
-        """Instructions of the warp that has run most, or a little more."""
+        """Instructions of the warp that has run most, or slightly more."""
         return self.together + self.most_apart
 
     def _run_together(self, index: int) -> None:
@@ -237,7 +237,8 @@ class Scheduler:
         self.issued[start:end] += np.bincount(warps, minlength=self.issued.shape[1])
 
     def _those_going_on(self, position: int, lanes: np.ndarray, whole: bool) -> np.ndarray:
-        """Lanes that may execute an instruction now. whole: they are all of their warps."""
+        """Lanes that may execute an instruction now. `whole`: the lanes are all lanes of their
+        warps."""
         if not whole and position in self.bound.members:
             lanes, let_go = self.meetings.join(position, lanes)
             for other, met in let_go:
@@ -295,9 +296,9 @@ class Scheduler:
             )
 
     def _resolve_deadlock(self) -> None:
-        """Reports why nobody can run; if faults are collected, lets the waiting go on, or end where
-        some sleep. Lanes that wait for others of their warp, of which none sleeps, come first:
-        sleepers may wait for what these are to do."""
+        """Reports the reason why no thread can run. If faults are collected, it lets waiting
+        threads go on, or ends them if some sleep. Lanes that wait for lanes of their warp, none of
+        which sleeps, come first: sleeping threads may wait for their work."""
         asleep, at_sync = self.threads.having(ASLEEP), self.threads.having(AT_SYNC)
         at_sync = at_sync[~np.isin(at_sync // WARP, asleep // WARP)]
         if at_sync.size:
@@ -315,9 +316,9 @@ class Scheduler:
     # -- batches that wait for others --------------------------------------------------------------
 
     def waits(self) -> bool:
-        """Runs a little; whether every thread that runs has come back to where it was, with the
-        same registers, while shared memory stayed as it was and global memory was read: if that
-        stays as it is too, this goes on for ever."""
+        """Runs some instructions; returns whether every running thread has come back to the same
+        instruction with the same registers, while shared memory did not change and global memory
+        was read. If global memory does not change either, the loop never ends."""
         if self.sleepers.wake():
             return False
         machine, lanes = self.machine, self.machine.lanes
@@ -340,7 +341,7 @@ class Scheduler:
         return False
 
     def _positions(self) -> np.ndarray:
-        """Where each lane stands."""
+        """The position of each lane."""
         if self._at is not None:
             self.threads.pc[:] = self.program.blocks[self._at].start
         return self.threads.pc

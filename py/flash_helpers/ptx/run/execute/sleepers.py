@@ -1,4 +1,4 @@
-"""Threads asleep at instructions that wait, and when they go on (`machine.Wait`)."""
+"""Threads asleep at instructions that wait, and the conditions to wake them (`machine.Wait`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash_helpers.ptx.run.machine import Machine, Wait
 
 
 class Sleepers:
-    """The threads of a batch that sleep. waits: by the position of their instructions."""
+    """The threads of a batch that sleep. `waits`: waits by the position of their instructions."""
 
     def __init__(self, machine: Machine, threads: Threads, waits: Mapping[int, Wait]) -> None:
         self.waits = waits
@@ -19,7 +19,7 @@ class Sleepers:
         self._phases = machine.phases
         self._transfers = machine.transfers
         self._blocked = machine.tally.blocked
-        # How things stood when waits gave up, since an mbarrier changed.
+        # The state in which waits gave up, since an mbarrier changed.
         self._stood_still: list[tuple[int, bytes, bytes]] = []
 
     def those_ready(self, position: int, lanes: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ class Sleepers:
         return lanes[ready]
 
     def wake(self) -> bool:
-        """Lets lanes go on that need not sleep any more; whether there are any."""
+        """Wakes lanes that need not sleep any more; returns whether there are any."""
         self._phases.wanted.clear()
         asleep = self._threads.having(ASLEEP)
         for position, lanes in self._threads.by_position(asleep):
@@ -41,12 +41,12 @@ class Sleepers:
         return bool((self._threads.status[asleep] == RUNNING).any())
 
     def help(self) -> bool:
-        """Completes a copy that one of those needs who sleep; whether there is one."""
+        """Completes a copy that a sleeping lane needs; returns whether there is one."""
         return self._transfers.help(self._phases.wanted)
 
     def give_up(self) -> bool:
-        """Lets lanes go on whose waits have an end, once where nothing else has happened; whether
-        there are any."""
+        """Wakes lanes whose waits have a time limit, once while nothing else happens; returns
+        whether there are any."""
         state = self._phases.version, self._threads.pc.tobytes(), self._threads.status.tobytes()
         if not self._stood_still or self._stood_still[0][0] != state[0]:
             self._stood_still = []
@@ -65,7 +65,7 @@ class Sleepers:
         return bool((self._threads.status[asleep] == RUNNING).any())
 
     def look_after(self) -> None:
-        """While others run, which may wait for them by spinning."""
+        """Checks sleeping threads while other threads run, which may wait for them by spinning."""
         self.wake()
         self.help()
         self._let_give_up(patient=False)

@@ -1,9 +1,9 @@
 """Poison spreads through the instructions of a batch while it runs, by the rules of `rules`.
 
-A lane whose guard is false keeps what it has; where the guard itself is poisoned, so are the
-results, executed or not. A poisoned branch is one more way to select: where the ways that part
-there meet again and have only computed registers and loaded, those registers are poisoned there,
-whichever way was taken. Any other poisoned branch is an error.
+A lane whose guard is false keeps its poison. Where the guard itself is poisoned, so are the
+results, executed or not. A poisoned branch acts like a selection: if the paths that part there only
+load and compute registers before they meet again, those registers are poisoned at the meeting point
+on either path. Any other poisoned branch is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from flash_helpers.ptx.run.watch.poison import CARRY, Codes
 
 @dataclass(frozen=True)
 class _Selection:
-    """Where the ways that part at a branch meet, and the registers that are written on them."""
+    """The point at which the paths from a branch meet, and the registers that are written on
+    them."""
 
     meets: int
     registers: frozenset[str]
@@ -55,7 +56,7 @@ class Spread:
         self._due: dict[int, dict[str, Codes]] = {}
 
     def tracked(self, position: int, action: Action) -> Action:
-        """The action, with the poison of its sources taken on."""
+        """The action, which also passes on the poison of its sources."""
         if position in self.machine.refused:
             return action
         instruction = self.machine.program.instructions[position]
@@ -143,7 +144,7 @@ class Spread:
     # -- branches ----------------------------------------------------------------------------------
 
     def _part(self, position: int, selection: Selection, codes: Codes | None) -> None:
-        """Lanes come to a branch. codes: of its predicate."""
+        """Lanes come to a branch. `codes`: codes of its predicate."""
         if codes is None or not codes.any():
             return
         if position not in self._selections:
@@ -158,7 +159,7 @@ class Spread:
             held[:, selection] = union(held[:, selection], worst(codes))
 
     def _meet(self, position: int, selection: Selection) -> None:
-        """Lanes come to where ways meet that a poisoned branch parted."""
+        """Lanes come to the point where the paths from a poisoned branch meet."""
         due = self._due[position]
         for name, codes in due.items():
             mine = codes[:, selection].copy()

@@ -1,4 +1,4 @@
-"""Where the threads of a batch stand, each with a program counter of its own."""
+"""Positions of the threads of a batch, each with a program counter of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ block; sleeps at an instruction that waits (`machine.Wait`); has ended."""
 
 
 class Threads:
-    """Program counter and status of every lane. pc: the instruction that a lane executes next, or
-    at which it waits. ended: called when threads have ended, after their status is set."""
+    """Program counter and status of every lane. `pc`: the instruction that a lane executes next, or
+    at which it waits. `ended`: called when threads have ended, after their status is set."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -35,7 +35,7 @@ class Threads:
         return np.flatnonzero(self.status != DONE)
 
     def having(self, status: int) -> np.ndarray:
-        """Lanes of a status."""
+        """Lanes with a given status."""
         return np.flatnonzero(self.status == status)
 
     def waiting_at(self, position: int) -> np.ndarray:
@@ -49,7 +49,7 @@ class Threads:
         return lanes[self.status[lanes] == DONE]
 
     def by_position(self, lanes: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Each position at which some of the lanes stand, in order, and those that do."""
+        """Each position at which some of the lanes stand, in order, with these lanes."""
         return [(p, lanes[self.pc[lanes] == p]) for p in np.unique(self.pc[lanes]).tolist()]
 
     def go(self, selection: Selection, block: int) -> None:
@@ -71,7 +71,7 @@ def as_selection(lanes: np.ndarray) -> Selection:
 
 
 def for_each(array: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-    """One value for each of the lanes, of an array that may have one for all."""
+    """One value per lane, from an array that may have one value for all."""
     return np.broadcast_to(pick(array, lanes), lanes.shape)
 
 

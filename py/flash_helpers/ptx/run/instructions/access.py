@@ -36,9 +36,10 @@ from flash_helpers.ptx.tensor_map import TENSOR_MAP_BYTES
 
 SPACES = ("shared", "global", "local", "param", "const")
 SHARED_CLUSTER = "shared::cluster"
-"""Shared memory of all blocks of the cluster; `shared` is that of the own block alone."""
+"""Shared memory of all blocks of the cluster; `shared` is that of the lane's own block alone."""
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release"})
-"""Accesses with one of these do not race with their like (PTX ISA 9.0, "Morally Strong")."""
+"""Accesses with one of these modifiers do not race with each other (PTX ISA 9.0, "Morally
+Strong")."""
 
 # The memory as words, the index of each lane's word, and which lanes may access it; None for all.
 Located = tuple[np.ndarray, np.ndarray, np.ndarray | None]
@@ -97,7 +98,7 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
 
 
 class Port:
-    """How one instruction reads and writes words of one size: checked, watched and counted."""
+    """Reads and writes of one instruction, with words of one size: checked, watched and counted."""
 
     def __init__(self, machine: Machine, instruction: Instruction, size: int) -> None:
         self.machine = machine
@@ -112,7 +113,8 @@ class Port:
     def parts(
         self, addresses: np.ndarray, selection: Selection
     ) -> Iterator[tuple[str, np.ndarray, Selection, Selection]]:
-        """Addresses by state space: space, addresses in it, lanes, which of the given ones."""
+        """Addresses by state space: the space, the addresses in it, the lanes, and the indices
+        among the given ones."""
         if self.space != "generic":
             yield self.space, addresses, selection, ALL
             return
@@ -130,8 +132,8 @@ class Port:
     def places(
         self, addresses: np.ndarray, selection: Selection
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where in `shared.data` words are that must lie in shared memory: of the lanes whose words
-        do, these lanes, their places, and which of the selected ones they are."""
+        """Places in `shared.data` of words that must lie in shared memory. Returns the lanes whose
+        words do, their places, and their indices among the selected lanes."""
         machine, lanes = self.machine, self.machine.lanes_of(selection)
         places, good = np.zeros(lanes.size, np.int64), np.zeros(lanes.size, bool)
         for space, part, some, chosen in self.parts(addresses, selection):
@@ -167,8 +169,8 @@ class Port:
         action: str,
         value: np.ndarray | None = None,
     ) -> Located:
-        """Where the words are. action: as `LaneWatch.note` has it. value: what is written, one
-        word a lane."""
+        """Places of the words. `action`: an action of `LaneWatch.note`. `value`: the words that are
+        written, one per lane."""
         machine, position, size = self.machine, self.position, self.size
         region = machine.regions[space]
         good = self._check(region, addresses, selection)
@@ -226,7 +228,7 @@ class Port:
     def write(
         self, space: str, addresses: np.ndarray, selection: Selection, value: np.ndarray
     ) -> None:
-        """Writes one word a lane, but of lanes that may not write."""
+        """Writes one word per lane, except for lanes that may not write."""
         words, rows, good = self.locate(space, addresses, selection, "write", value)
         words[rows] = value if good is None else value[good]
 
@@ -247,8 +249,8 @@ class Port:
             )
 
     def _check_transfers(self, action: str, addresses: np.ndarray, selection: Selection) -> None:
-        """Reports accesses to global memory that a pending bulk copy writes, or reads while this
-        writes."""
+        """Reports accesses to global memory that a pending bulk copy writes, and writes to memory
+        that it reads."""
         hit, text = self.machine.transfers.pending_at(
             addresses, self.size, is_read=action == "read", is_atomic=self.strength.updates
         )
@@ -257,7 +259,7 @@ class Port:
             self.machine.log.report(
                 PendingCopyError,
                 f"{action} of {self.size} bytes of global memory, which a bulk copy {text}"
-                "nobody has waited for it",
+                "no thread has waited for it",
                 self.position,
                 self.machine.geometry.thread(self.machine.lanes_of(selection)[first]),
                 int(addresses[first]),
@@ -265,7 +267,7 @@ class Port:
             )
 
     def _check_maps(self, maps: np.ndarray, addresses: np.ndarray, selection: Selection) -> None:
-        """Reports loads of the bytes of tensor maps. maps: their addresses."""
+        """Reports loads of bytes of tensor maps. `maps`: their addresses."""
         hit = (addresses[:, None] < maps + TENSOR_MAP_BYTES) & (
             addresses[:, None] + self.size > maps
         )
@@ -284,8 +286,8 @@ class Port:
     def _check(
         self, region: Region | DeviceMemory, addresses: np.ndarray, selection: Selection
     ) -> np.ndarray | None:
-        """Reports accesses that are not all inside, or else not aligned; which lanes may go on,
-        None for all."""
+        """Reports accesses that are not inside the memory, or not aligned; returns the lanes that
+        may go on, None for all."""
         size, machine = self.size, self.machine
         low, high = int(addresses.min()), int(addresses.max())
         start, end = region.extent(low) or (0, 0)
@@ -426,7 +428,7 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
     sources = [machine.source(o, type_name) for o in operands[1 : 1 + count]]
     dtype = dtype_of(type_name)
     port = Port(machine, instruction, dtype.itemsize)
-    # What was there before may be anything.
+    # The old value may be anything.
     action = "write" if name == "exch" else "atomic access"
 
     def perform(space: str, at: np.ndarray, selection: Selection) -> np.ndarray:

@@ -14,14 +14,15 @@ from flash_helpers.ptx.run.instructions.forms import Form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
 from flash_helpers.ptx.run.memory.regions import Selection
 
-# Of the selected lanes: those whose objects can be, the places of these, which of the selected.
+# The lanes with possible objects, the places of these, and the indices among the selected lanes.
 Places = Callable[[Selection], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def places_of(
     machine: Machine, instruction: Instruction, operand: Operand, *, is_local: bool = False
 ) -> Places:
-    """The mbarrier objects that an operand names. is_local: only the own block's can be."""
+    """The mbarrier objects that an operand names. `is_local`: only objects of the lane's own block
+    are allowed."""
     addresses = addresses_of(machine, operand)
     port = Port(machine, instruction, MBARRIER_BYTES)
     if is_local:
@@ -131,8 +132,8 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _wait(machine: Machine, instruction: Instruction) -> Action:
-    """test_wait and try_wait: lanes sleep until their phase is complete. At the former others only
-    go first."""
+    """test_wait and try_wait: lanes sleep until their phase is complete. At a test_wait they only
+    let other lanes go first."""
     result, address, value, *_ = instruction.operands
     by_parity = instruction.has("parity")
     destination = machine.destination(result, "pred")
@@ -177,6 +178,6 @@ _BUILDERS = {
     "test_wait": (_wait, (3,)),
     "try_wait": (_wait, (3, 4)),
 }
-"""How each operation is bound, and how many operands it has."""
+"""The builder of each operation, and its number of operands."""
 
 FORMS = (Form("mbarrier", _mbarrier, (), ("b64",)),)

@@ -1,8 +1,8 @@
 """Bulk copies: cp.async.bulk, with tensor maps and without, and cp.reduce.async.bulk (PTX ISA 9.0,
 "Data Movement and Conversion Instructions: Bulk copy" and "Tensor copy").
 
-Each lane that executes one issues one copy, whatever the others do. What the ISA leaves undefined
-of its operands is a fault, and the copy is not made.
+Each lane that executes one issues one copy, independent of the other lanes. Operands that the ISA
+leaves undefined are a fault, and the copy is not made.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _REDUCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("inc", "dec"), "u32"),
     **dict.fromkeys(("and", "or", "xor"), "b32 b64"),
 }
-"""Types of elements that each reduction to global memory has. Of a tensor, an H200 takes the same;
-the logic ones of u32, s32 and u64, and any other pair is an illegal instruction."""
+"""Element types of each reduction to global memory. For a tensor an H200 takes the same types, and
+the logic operations on u32, s32 and u64; any other pair is an illegal instruction."""
 _REDUCED = " ".join(sorted({name for names in _REDUCTIONS.values() for name in names.split()}))
 
 
@@ -58,7 +58,7 @@ _Traffic = tuple[int, int]
 
 
 class _Refused(Exception):
-    """A copy that its operands do not allow. address: the one at fault, if it is one's."""
+    """A copy that its operands do not allow. `address`: the address at fault, if there is one."""
 
     def __init__(self, kind: type[SimulatorError], detail: str, address: int | None = None) -> None:
         super().__init__(detail)
@@ -68,7 +68,7 @@ class _Refused(Exception):
 
 
 def _bulk(machine: Machine, instruction: Instruction) -> Action:
-    """The action of any of them."""
+    """The action of any bulk instruction."""
     if instruction.has("commit_group"):
         commit = machine.transfers.commit
         return machine.from_some(lambda selection: commit(machine.lanes_of(selection)))
@@ -179,7 +179,7 @@ class _Copy:
         return box
 
     def _end(self) -> None:
-        """A cache policy may be left, which has no effect."""
+        """The end of the operands, where a cache policy may stand; it has no effect."""
         if self.instruction.has("L2::cache_hint"):
             self._next()
         if self.operands:
@@ -285,7 +285,7 @@ class _Copy:
         return self._each(issue)
 
     def prefetch(self) -> Action:
-        """To the L2 cache, which is not simulated: operands are looked at, nothing moves."""
+        """To the L2 cache, which is not simulated: operands are checked, nothing moves."""
         if self.is_tensor:
             box = self._box_operand()
         else:
@@ -303,7 +303,7 @@ class _Copy:
         return self._each(issue)
 
     def _each(self, issue: Callable[[int, np.ndarray], _Traffic | None]) -> Action:
-        """Lanes issue copies one after the other. issue: returns None if it made none."""
+        """Lanes issue copies one after the other. `issue`: returns None if it made none."""
         machine, position = self.machine, self.position
 
         def run_some(selection: Selection) -> None:
@@ -340,7 +340,7 @@ class _Copy:
     def _destinations(
         self, lanes: np.ndarray, mask: np.ndarray | None, place: int
     ) -> Sequence[int]:
-        """How many blocks behind its own each destination of a copy is."""
+        """Distance in blocks from a lane's own block to each destination of a copy."""
         if mask is None:
             return (0,)
         cluster = self.machine.geometry.cluster

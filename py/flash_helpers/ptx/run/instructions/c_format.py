@@ -1,7 +1,7 @@
 """The text that printf makes of a format and its arguments: each conversion as the C library prints
 it.
 
-CUDA C++ Programming Guide, "Formatted Output", lists those that device code has.
+CUDA C++ Programming Guide, "Formatted Output", lists the conversions of device code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _Value = ctypes.c_int | ctypes.c_longlong | ctypes.c_double | ctypes.c_void_p | 
 def c_format(
     text: bytes, argument: Callable[[int], bytes], string: Callable[[int], bytes]
 ) -> bytes:
-    """The text with every conversion replaced. argument: the next argument, of so many bytes, to
-    which it is aligned. string: what stands at an address, up to the zero.
+    """The text with every conversion replaced. `argument`: returns the next argument, given its
+    bytes, to which it is aligned. `string`: returns the bytes at an address, up to the zero.
 
     A conversion that C does not know is left as it is.
     """
@@ -55,7 +55,7 @@ def c_format(
 
 
 def _printed(form: bytes, *values: _Value) -> bytes:
-    """The text of one conversion; none where it would be longer than the C library prints."""
+    """The text of one conversion; None where it would be longer than the C library prints."""
     snprintf = ctypes.CDLL(None).snprintf
     size = max(snprintf(None, 0, form, *values), 0)
     buffer = ctypes.create_string_buffer(size + 1)

@@ -12,11 +12,11 @@ from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait
 from flash_helpers.ptx.run.memory.regions import RANK_SHIFT, WINDOW_SIZE, WINDOWS
 
 _NOBODY = 254
-"""In the place of a rank and one: no cluster has such a block."""
+"""Value instead of a rank plus one: no cluster has such a block."""
 
 
 def _window(machine: Machine, instruction: Instruction) -> np.uint64:
-    """The address in the instruction's terms of the own block's first byte."""
+    """The address of the first byte of a lane's own block, as the instruction names it."""
     if instruction.has(SHARED_CLUSTER):
         return np.uint64(0)
     if instruction.types[-1] == "u32":
@@ -25,8 +25,9 @@ def _window(machine: Machine, instruction: Instruction) -> np.uint64:
 
 
 def _mapa(machine: Machine, instruction: Instruction) -> Alu:
-    """mapa. What is no shared address, and a rank that no block has, give an address that no access
-    may use: ptxas moves a mapa to where its result is not used yet."""
+    """mapa. An address outside shared memory, or a rank that no block has, gives an address that no
+    access may use. It is no fault by itself, since ptxas may move a mapa to a place where its
+    result is not used."""
     type_name, window = instruction.types[-1], _window(machine, instruction)
     cluster = machine.geometry.cluster
 
@@ -42,7 +43,7 @@ def _mapa(machine: Machine, instruction: Instruction) -> Alu:
 
 
 def _getctarank(machine: Machine, instruction: Instruction) -> Alu:
-    """getctarank. Of what is no shared address it gives the rank that no block has."""
+    """getctarank. For an address outside shared memory it gives a rank that no block has."""
     target, address = instruction.operands
     window = _window(machine, instruction)
 

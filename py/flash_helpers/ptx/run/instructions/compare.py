@@ -63,8 +63,8 @@ _FLOAT: Mapping[str, Comparison] = {
 
 
 def comparison(machine: Machine, instruction: Instruction) -> Comparison:
-    """The operands that a `setp` or `set` compares: registers of its type; of a packed one both
-    halves, (values, 2)."""
+    """The operands that a `setp` or `set` compares: registers of its type; both halves of a packed
+    type, (values, 2)."""
     type_name = instruction.types[-1]
     if not SCALAR_TYPES[type_name].is_float:
         return _INTEGER[machine.one_of(_INTEGER)]

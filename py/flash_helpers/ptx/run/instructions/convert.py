@@ -29,7 +29,8 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 
 def _float_to_integer(x: np.ndarray, dtype: np.dtype, mode: str) -> np.ndarray:
-    """Rounded, then clamped to the type; NaN becomes 0 (u8, s8, ... too: cvt always clamps)."""
+    """Floats rounded, then clamped to the integer type; NaN becomes 0 (u8, s8, ... too: cvt always
+    clamps)."""
     rounded = round_to_integer(x.astype(np.float64), mode)
     limits = np.iinfo(dtype)
     # 2**63 - 1 and 2**64 - 1 are not doubles: test against the next power of two.
@@ -87,7 +88,7 @@ def _cvt(machine: Machine, instruction: Instruction) -> Alu:
     def integer_to_float(a: np.ndarray) -> np.ndarray:
         if target in ("f64", "f32") and mode == "rn":
             return a.astype(dtype)
-        # A 64-bit integer may not fit a double: keep what is below as a sticky bit.
+        # A 64-bit integer may not fit a double: keep the lower bits as a sticky bit.
         return to_registers(_exact_double(a), target, mode)
 
     def integer_to_integer(a: np.ndarray) -> np.ndarray:

@@ -90,8 +90,8 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _arrive(machine: Machine, instruction: Instruction) -> Action:
-    """cp.async.mbarrier.arrive: an arrival when all copies are complete that the thread has issued
-    until now."""
+    """cp.async.mbarrier.arrive: an arrival when all copies that the thread has issued until now are
+    complete."""
     places = places_of(machine, instruction, instruction.operands[0])
     position, adds = machine.position, not instruction.has("noinc")
 

@@ -57,9 +57,9 @@ def _rounding(machine: Machine, instruction: Instruction) -> str:
     return mode
 
 
-# What each computes, and what gives the bits that decide how a float32 is rounded. No product has
-# more than 53 bits, and no quotient or root of 24-bit numbers lies so near a float32 that 53 bits
-# do not tell on which side.
+# The function of each instruction, and a function with the bits that decide the rounding to
+# float32. No product has more than 53 bits, and no quotient or root of 24-bit numbers lies so near
+# a float32 that 53 bits do not tell on which side.
 _ARITHMETIC: Mapping[str, tuple[Compute, Compute]] = {
     "add": (np.add, add_odd),
     "sub": (np.subtract, lambda a, b: add_odd(a, -b)),

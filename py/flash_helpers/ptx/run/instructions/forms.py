@@ -1,7 +1,7 @@
 """Forms of instructions: their names, modifiers, types and numbers of operands.
 
-What none of these tables has is refused rather than ignored. The names are those of the PTX ISA
-9.0, "Instructions", that a builder reads, or that change nothing in the simulator (scopes, memory
+An instruction that no table has is refused, not ignored. The names are those of the PTX ISA 9.0,
+"Instructions", that a builder reads, or that change nothing in the simulator (scopes, memory
 orders, cache hints).
 """
 
@@ -89,7 +89,7 @@ _NOT_SIMULATED: Mapping[str, str] = {
         for width in ("", "2", "4")
     ),
 }
-"""Features that the simulator lacks, by name: opcodes, or how they begin."""
+"""Features that the simulator lacks, by name: opcodes, or their beginnings."""
 
 _NOT_SIMULATED_WITH: Mapping[str, str] = {
     "sp": "sparse matrices",
@@ -115,10 +115,10 @@ for _what, _opcodes in _NOT_SIMULATED.items():
 class Form:
     """Instructions that are built alike.
 
-    names: opcodes up to the first dot, separated by spaces. operands: how many there may be; none
-    for any number. types: of the types in the opcode, one after the other, the names that each may
-    have, separated by spaces. having: a modifier that they have, where another form stands for
-    those that have not.
+    `names`: opcodes up to the first dot, separated by spaces. `operands`: how many there may be;
+    none for any number. `types`: for each type in the opcode, in order, the allowed names,
+    separated by spaces. `having`: a modifier that these instructions have, where another form is
+    for instructions without it.
     """
 
     names: str
@@ -128,7 +128,7 @@ class Form:
     having: str | None = None
 
     def fits(self, instruction: Instruction) -> bool:
-        """Whether an instruction of its name and types is one of these."""
+        """Whether an instruction of its name has this form by its types."""
         if self.having is not None and not instruction.has(self.having):
             return False
         return not self.operands or len(instruction.operands) in self.operands
@@ -150,8 +150,8 @@ def by_name(forms: Iterable[Form]) -> Forms:
 
 
 def check_modifiers(machine: Machine, instruction: Instruction) -> None:
-    """Raises UnsupportedInstruction for what is not simulated, by its name, and for a modifier that
-    is not known."""
+    """Raises UnsupportedInstruction, with the feature's name, for features that are not simulated,
+    and for a modifier that is not known."""
     for opcode, what in _REFUSED.get(instruction.name, ()):
         if f"{instruction.opcode}.".startswith(f"{opcode}."):
             raise machine.unsupported(f"{what} are not simulated")

@@ -82,7 +82,7 @@ def _add_sub(machine: Machine, instruction: Instruction) -> Alu | Action:
 
 
 def _with_carry(machine: Machine, instruction: Instruction) -> Action:
-    """add.cc, addc, sub.cc, subc, mad.cc and madc: the carry flag is one value a lane."""
+    """add.cc, addc, sub.cc, subc, mad.cc and madc: the carry flag is one value per lane."""
     name, own = instruction.name, dtype_of(instruction.types[-1])
     type_name = f"u{8 * own.itemsize}"
     target = machine.destination(instruction.operands[0], type_name)
@@ -110,7 +110,7 @@ def _with_carry(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _mul_mad(machine: Machine, instruction: Instruction) -> Alu | Action:
-    """mul and mad: the low half of the product, the high one, or all of it."""
+    """mul and mad: the low half of the product, the high half, or all of it."""
     type_name = instruction.types[-1]
     has_addend = len(instruction.operands) == 4
     if has_addend and instruction.has("cc"):
@@ -231,7 +231,8 @@ def _lop3(machine: Machine, instruction: Instruction) -> Alu:
     return Alu.of(instruction, compute, "u32")
 
 
-# What a mode selects for the values 0..3 of the third source, as that source would without a mode.
+# The selectors of a mode for the values 0..3 of the third source, in the form of that source
+# without a mode.
 _PRMT_MODES: Mapping[str, tuple[int, ...]] = {
     "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
     "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
@@ -265,7 +266,7 @@ def _prmt(machine: Machine, instruction: Instruction) -> Alu:
 
 
 def _ones(count: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The lowest bits set, as many as there are at most."""
+    """Words whose lowest bits are set, at most all of them."""
     return ~_shifted(np.left_shift, ~dtype.type(0), count)
 
 

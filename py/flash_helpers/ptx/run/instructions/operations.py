@@ -1,4 +1,4 @@
-"""All instructions by name, and how each is bound."""
+"""All instructions by name, with their builders."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def _no_effect(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _fence(machine: Machine, instruction: Instruction) -> Action:
-    """membar and fence. Memory is in order here: only what the watcher knows changes. Fences
-    between other proxies than generic and async, and for what clusters and barriers need, order
-    nothing of that."""
+    """membar and fence. Memory is in order in the simulator: only the watcher's knowledge changes.
+    Fences between proxies other than generic and async order nothing here."""
     order = machine.shared.order
     if _makes_visible(instruction):
         return machine.from_some(lambda selection: order.proxy_fence(machine.lanes_of(selection)))
@@ -65,8 +64,8 @@ def _fence(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _makes_visible(instruction: Instruction) -> bool:
-    """Whether a fence lets the async proxy see what the generic one wrote to shared memory: not if
-    it names global memory, or only acquires (PTX ISA 9.0, "membar/fence")."""
+    """Whether a fence lets the async proxy see writes of the generic proxy to shared memory. It
+    does not if it names global memory, or only acquires (PTX ISA 9.0, "membar/fence")."""
     if instruction.has("async::generic"):
         return instruction.has("release")
     return instruction.has("proxy") and instruction.has("async") and not instruction.has("global")
@@ -126,8 +125,8 @@ FORMS: Forms = by_name(
 def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
     """An instruction as callables, and the lanes that must execute it together (`member_mask`).
 
-    One whose opcode, a modifier or an operand is not known raises UnsupportedInstruction when lanes
-    execute it.
+    An instruction with an unknown opcode, modifier or operand raises UnsupportedInstruction when
+    lanes execute it.
     """
     try:
         action, members = _bind(machine, instruction)
@@ -172,10 +171,10 @@ def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarra
 
 
 def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: bool) -> Action:
-    """A warp-wide instruction: the lanes that execute it are those that its mask names.
+    """A warp-wide instruction, with a check that the lanes that execute it are those of its mask.
 
-    Lanes that have not come yet are the scheduler's business; here lanes can be missing only
-    because a predicate holds them back, or be too many.
+    The scheduler waits for lanes that have not come yet. So lanes can be missing here only because
+    of a predicate; there can also be too many.
     """
     position = machine.position
     constant = members.size == 1

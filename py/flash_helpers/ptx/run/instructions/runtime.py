@@ -28,15 +28,15 @@ Function = Callable[["_Caller", np.ndarray, Sequence[np.ndarray]], np.ndarray | 
 
 
 class _Caller:
-    """A call, and what it can see of memory."""
+    """A call, and the memory that it can see."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.position = machine.position
 
     def bytes_at(self, address: int, lane: int, size: int | None = None) -> bytes:
-        """Bytes at a generic address as a lane sees it: so many, or those up to a zero. Reports an
-        address outside; there are no bytes then."""
+        """Bytes at a generic address as a lane sees it: a given number, or those up to a zero.
+        Reports an address outside all memory, and returns no bytes then."""
         machine, space, offset = self.machine, "global", address
         for name, start in WINDOWS.items():
             if start <= address < start + WINDOW_SIZE:
@@ -127,7 +127,7 @@ _FUNCTIONS: dict[str, tuple[Function, int, tuple[int, ...]]] = {
 
 
 def _call(machine: Machine, instruction: Instruction) -> Action:
-    """A call that could not be replaced by what it calls."""
+    """A call that could not be replaced by the called function's instructions."""
     if instruction.refusal:
         raise machine.unsupported(instruction.refusal)
     target, given = called(instruction)

@@ -4,10 +4,9 @@ Fragments ("Matrix Fragments for mma.m16n8k16" and those of the other shapes). W
 t = lane % 4, a 32-bit register of a fragment holds e consecutive elements (e = 32 for single bits,
 8 for 4-bit types, 4 for 8-bit ones, 2 for 16-bit ones, 1 for tf32 and f64). Register i of A holds
 row g + 8 (i % 2), columns e t ... of column block i / 2 (a block is 4 e wide); register i of B
-holds column g and rows e t ... of row block i. C and D hold row g + 8 (i / 2), columns 2t and
-2t + 1, as two registers, or as the halves of one for f16. So a register of a warp, reshaped to
-(8, 4 e), is a block of the matrix as it stands. mma.m8n8k4 of f16 alone is another thing: four
-products at once.
+holds column g and rows e t ... of row block i. C and D hold row g + 8 (i / 2), columns 2t and 2t +
+1, as two registers, or as the halves of one for f16. So a register of a warp, reshaped to (8, 4 e),
+is a block of the matrix. Only mma.m8n8k4 of f16 differs: it is four products at once.
 
 Arithmetic. Products are exact and are summed with C in float64, then rounded once to the type of D.
 The hardware sums groups of products in an accumulator of limited width and truncates, so its last
@@ -56,7 +55,7 @@ _MIXED = ({"s8", "u8"}, {"s4", "u4"}, {"e4m3", "e5m2"})
 
 def check_types(machine: Machine, known: Sequence[str], types: Sequence[str]) -> None:
     """Refuses a product unless A and B have known types that go together, and C and D theirs.
-    types: of D, A, B and C."""
+    `types`: types of D, A, B and C."""
     d_type, a_type, b_type, c_type = types
     if not {a_type, b_type} <= set(known):
         raise machine.unsupported(f"this shape is known for {', '.join(known)}")
@@ -88,7 +87,7 @@ def _values(raw: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def matrix_of_a(registers: Sequence[np.ndarray], type_name: str, rows: int = 16) -> np.ndarray:
-    """The matrix A, float64 (warps, rows, k), of its fragment's registers, one element a lane."""
+    """The matrix A, float64 (warps, rows, k), of its fragment's registers, one element per lane."""
     warps = registers[0].shape[0] // WARP
     width = 4 * ELEMENTS[type_name]
     row_blocks = rows // 8
@@ -147,7 +146,7 @@ def product(a: np.ndarray, b: np.ndarray, instruction: Instruction) -> np.ndarra
 
 
 def for_all_lanes(registers: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Registers with one element a lane: constants may have one for all."""
+    """Registers with one element per lane: constants may have one element for all."""
     lanes = max(register.shape[0] for register in registers)
     return [r if r.shape[0] == lanes else np.repeat(r, lanes) for r in registers]
 
@@ -188,7 +187,7 @@ def alu_of_product(
     c: Sequence[Operand],
     compute: Computes,
 ) -> Alu:
-    """A product of fragments. types: of D, A, B and C."""
+    """A product of fragments. `types`: types of D, A, B and C."""
     factor = "f64" if types[1] == "f64" else "b32"
     d_register, c_register = ("b32" if t == "f16" else t for t in (types[0], types[3]))
     return Alu(

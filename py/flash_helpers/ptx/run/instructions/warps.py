@@ -27,7 +27,7 @@ def _everywhere(array: np.ndarray, machine: Machine) -> np.ndarray:
 def shuffled_from(
     machine: Machine, instruction: Instruction
 ) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-    """For every lane, the lane that a shuffle reads from, and whether it is in range."""
+    """For every lane, the lane from which a shuffle reads, and whether that lane is in range."""
     _, _, b, c, _ = instruction.operands
     b_value, c_value = machine.source(b, "u32"), machine.source(c, "u32")
     mode = machine.one_of(("up", "down", "bfly", "idx"))
@@ -88,8 +88,8 @@ def _warp_wide(
     members: np.ndarray | np.uint32,
     compute: Callable[[np.ndarray], Sequence[np.ndarray]],
 ) -> Action:
-    """compute: takes, for each lane, a mask of the members of its warp that take part; returns one
-    array over all lanes for each destination."""
+    """The action of a warp-wide function. `compute`: takes, for each lane, a mask of the members of
+    its warp that take part; returns one array over all lanes for each destination."""
 
     def run_some(selection: Selection) -> None:
         results = compute(machine.masks(selection) & members)

@@ -140,7 +140,7 @@ def _setmaxnreg(machine: Machine, instruction: Instruction) -> Action:
 
 
 def watched(machine: Machine, position: int, action: Action) -> Action:
-    """The action of an instruction, which may touch registers that a wgmma uses."""
+    """The action of an instruction that may touch registers of a wgmma."""
     registers = machine.warpgroups.registers
     if position not in registers.watched:
         return action

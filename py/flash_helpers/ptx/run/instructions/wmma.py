@@ -1,12 +1,12 @@
 """wmma.load, wmma.store and wmma.mma (PTX ISA 9.0, "Warp-level Matrix Instructions: wmma.mma").
 
-The ISA leaves open which element a lane holds where. Here a fragment of A, and of the transpose of
-B, is laid out as `mma` has A; C and D as `mma` has them, one column block of 8 after the other. The
-layouts of f16 and f32 sums agree element by element. The eight registers that f16 has for A and B
-repeat what fills fewer.
+The ISA leaves the layout of fragments open. Here fragments of A, and of the transpose of B, have
+the layout of A in `mma`. Those of C and D have the layout of `mma`, one column block of 8 after the
+other. The layouts of f16 and f32 sums agree element by element. A and B in f16 have eight
+registers, which repeat elements if they fill fewer.
 
 A lane loads and stores a register at a time where its elements are neighbours in memory, and an
-element at a time elsewhere; the hardware's accesses are others, and so are their counts.
+element at a time elsewhere; the hardware's accesses, and so their counts, differ.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _BITS |= {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
 
 @dataclass(frozen=True)
 class _Fragment:
-    """Where each element of a fragment lies. shape: of the matrix; of B, that of its transpose.
-    registers: how many there are. outer, inner: place in `shape` of each lane's first element of
-    each register that differs, (registers, lanes). together: elements of a register, neighbours in
-    the inner dimension."""
+    """The place of each element of a fragment. `shape`: shape of the matrix, for B that of its
+    transpose. `registers`: number of registers. `outer`, `inner`: place in `shape` of each lane's
+    first element of each different register, (registers, lanes). `together`: elements per register,
+    neighbours in the inner dimension."""
 
     shape: tuple[int, int]
     registers: int
@@ -114,7 +114,7 @@ def _move(machine: Machine, instruction: Instruction) -> Action:
     steps = 1 if is_dense else fragment.together
 
     def places(selection: Selection) -> Callable[[int, int], np.ndarray]:
-        """Takes a register and a step in it to addresses, one a lane."""
+        """Returns the addresses, one per lane, for a register and an element in it."""
         lanes, start = machine.lanes_of(selection) % WARP, addresses(selection)
         line: int | np.ndarray = fragment.shape[1] if is_dense else fragment.shape[0]
         if strides is not None:

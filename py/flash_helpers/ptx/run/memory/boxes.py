@@ -1,11 +1,13 @@
-"""Where a tensor copy finds and puts the bytes of a box.
+"""Addresses of the bytes of a box in a tensor copy.
 
-In shared memory a box lies without gaps, dimension 0 fastest, whatever of it is outside of the
-tensor (PTX ISA 9.0, "Tiled Mode"). A swizzle exchanges 16-byte chunks: bits of the shared address
-from bit 4 on are XORed with as many from bit 7 on ("Swizzling Modes"), so that its pattern hangs
-on multiples of 256, 512 or 1024 bytes, not on where the box begins. Under a swizzle each row begins
-a multiple of its width behind the first, and what a narrower row leaves free is neither written nor
-counted as bytes: so an H200 has it.
+In shared memory a box lies without gaps, dimension 0 fastest, even if parts of it are outside the
+tensor (PTX ISA 9.0, "Tiled Mode").
+
+A swizzle exchanges 16-byte chunks: bits of the shared address from bit 4 on are XORed with as many
+bits from bit 7 on ("Swizzling Modes"). So its pattern repeats at multiples of 256, 512 or 1024
+bytes of the address, wherever the box begins. Under a swizzle each row begins a multiple of the
+swizzle's width behind the first. The gap behind a narrower row is neither written nor counted as
+bytes, as measured on an H200.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from numpy.typing import DTypeLike
 from flash_helpers.ptx.tensor_map import TensorMap
 
 CHUNK = 16
-"""Bytes that a swizzle leaves together."""
+"""Bytes of a chunk, which a swizzle moves as a whole."""
 SECTOR = 32
 
 _NAN = np.uint16(0x7FF7)
@@ -29,10 +31,10 @@ _NAN = np.uint16(0x7FF7)
 class Box:
     """A box of a tensor whose first element has given coordinates, which may lie outside.
 
-    coordinates: one for each dimension, dimension 0 first. is_stored: the box goes to global memory
-    rather than comes from there; then what shares 16 bytes of a row with an element inside counts
-    as inside too, and is overwritten: so an H200 does it. low, high: along each dimension, which of
-    the elements that are moved lie inside of the tensor.
+    `coordinates`: one for each dimension, dimension 0 first. `is_stored`: the box goes to global
+    memory. Then elements that share 16 bytes of a row with an element inside count as inside too,
+    and are overwritten, as measured on an H200. `low`, `high`: along each dimension, the range of
+    moved elements that lie inside the tensor.
     """
 
     def __init__(
@@ -55,12 +57,12 @@ class Box:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it lies inside of the tensor."""
+        """Whether the whole box lies inside the tensor."""
         return self.high == self.map.moved and not any(self.low)
 
     @cached_property
     def is_outside(self) -> bool:
-        """Whether nothing of it lies inside."""
+        """Whether the whole box lies outside the tensor."""
         return any(low == high for low, high in zip(self.low, self.high, strict=True))
 
     # -- global memory -----------------------------------------------------------------------------
@@ -88,7 +90,8 @@ class Box:
 
     @property
     def rows(self) -> np.ndarray:
-        """Addresses of the rows, without what is outside, in the order of the box: int64 (rows,)"""
+        """Addresses of the rows, without parts outside the tensor, in the order of the box: int64
+        (rows,)."""
         if self.is_outside:
             return np.zeros(0, np.int64)
         rows = np.array([self.address])
@@ -97,7 +100,7 @@ class Box:
         return rows
 
     def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """For each address, whether something of `size` bytes from it is of the box."""
+        """For each address, whether any of the `size` bytes from it belongs to the box."""
         hit = np.zeros(addresses.shape, bool)
         if self.is_outside:
             return hit
@@ -110,8 +113,8 @@ class Box:
 
     @property
     def sectors(self) -> int:
-        """Sectors of 32 bytes that a copy takes: of each row, those of global memory that hold
-        something of it, and as many as what is filled in fills. As an H200 counts them."""
+        """Sectors of 32 bytes that a copy takes, as an H200 counts them: for each row, the sectors
+        of global memory that hold a part of it, and as many sectors as the filled elements take."""
         rows = self.rows
         first, last = rows // SECTOR, (rows + self.row_bytes - 1) // SECTOR
         taken = int((last - first + 1).sum())
@@ -130,7 +133,8 @@ class Box:
 
     @cached_property
     def _outer(self) -> tuple[list[int], list[int]]:
-        """For each dimension but 0: elements inside, bytes from one that is moved to the next."""
+        """For each dimension but 0: elements inside, and bytes from one moved element to the
+        next."""
         counts = [high - low for low, high in zip(self.low, self.high, strict=True)]
         pairs = zip(self._strides, self.map.element_strides, strict=True)
         return counts[1:], [stride * step for stride, step in pairs][1:]
@@ -138,8 +142,8 @@ class Box:
     def view(self, memory: np.ndarray, base: int, dtype: DTypeLike = np.uint8) -> np.ndarray:
         """The elements inside as a view of global memory, dimension 0 last.
 
-        memory: its bytes, uint8, from address `base` on, which must hold all of them. dtype: one
-        as wide as the elements, or uint8 for their bytes.
+        `memory`: its bytes, uint8, from address `base` on, which must hold all of them. `dtype`: a
+        dtype as wide as the elements, or uint8 for their bytes.
         """
         dtype = np.dtype(dtype)
         counts, steps = self._outer
@@ -171,7 +175,7 @@ class Box:
 
     @property
     def filled(self) -> np.ndarray:
-        """Which bytes of the box lie outside of the tensor, bool (box_bytes,)."""
+        """Which bytes of the box lie outside the tensor, bool (box_bytes,)."""
         mask = np.ones(self.map.box_bytes, bool)
         if not self.is_outside:
             self.inside(mask)[...] = False
@@ -179,7 +183,7 @@ class Box:
 
 
 class Span:
-    """Bytes in a row in global memory, with what of a `Box` a copy needs of them."""
+    """Contiguous bytes in global memory, with the methods of `Box` that a copy needs."""
 
     is_whole = True
     is_outside = False
@@ -190,12 +194,12 @@ class Span:
 
     @property
     def rows(self) -> np.ndarray:
-        """As `Box.rows`: one."""
+        """As `Box.rows`: one row."""
         return np.array([self.address])
 
     @property
     def row_bytes(self) -> int:
-        """As `Box.row_bytes`: all of it."""
+        """As `Box.row_bytes`: all bytes."""
         return self.end - self.address
 
     def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
@@ -213,7 +217,7 @@ class Span:
         return memory[self.address - base : self.end - base].view(dtype)
 
     def inside(self, data: np.ndarray) -> np.ndarray:
-        """As `Box.inside`: all of it."""
+        """As `Box.inside`: all bytes."""
         return data
 
     def read(self, memory: np.ndarray, base: int) -> np.ndarray:
@@ -222,8 +226,8 @@ class Span:
 
 
 def first_common(one: Box | Span, other: Box | Span) -> int | None:
-    """Address of the first row of a piece of global memory that has bytes of another; None if they
-    have none in common."""
+    """Address of the first row of a piece of global memory that shares bytes with another piece;
+    None if they share none."""
     if one.is_outside or other.is_outside or one.address >= other.end or other.address >= one.end:
         return None
     rows = one.rows
@@ -233,7 +237,7 @@ def first_common(one: Box | Span, other: Box | Span) -> int | None:
 
 @lru_cache(maxsize=64)
 def _filling(tensor_map: TensorMap) -> np.ndarray:
-    """A box that lies outside of the tensor."""
+    """A box that lies outside the tensor."""
     value = _NAN if tensor_map.fill == "nan" else np.uint16(0)
     return np.full(tensor_map.box_bytes // 2, value).view(np.uint8)
 
@@ -250,9 +254,10 @@ def swizzled(addresses: np.ndarray, swizzle_bytes: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def shared_chunks(start: int, tensor_map: TensorMap) -> np.ndarray:
-    """Where the 16-byte chunks of a box lie, in its order: shared address / 16 of each.
+    """Places of the 16-byte chunks of a box, in its order: shared address / 16 of each chunk. The
+    array must not be written to.
 
-    start: shared address of the box, a multiple of 128. Not to be written to.
+    `start`: shared address of the box, a multiple of 128.
     """
     row = tensor_map.row_bytes
     rows = np.arange(tensor_map.box_bytes // row) * (tensor_map.swizzle_bytes or row)

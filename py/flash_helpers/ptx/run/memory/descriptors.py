@@ -37,8 +37,8 @@ _RESERVED = (1 << 64) - 1 - sum((1 << size) - 1 << first for first, size in _FIE
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A descriptor's fields. start, leading, stride: in bytes. base_offset: in units of 128 bytes.
-    swizzle: the width of its pattern in bytes, 0 for none."""
+    """A descriptor's fields. `start`, `leading`, `stride`: bytes. `base_offset`: units of 128
+    bytes. `swizzle`: the width of its pattern in bytes, 0 for none."""
 
     start: int
     leading: int
@@ -48,7 +48,8 @@ class Descriptor:
 
     @classmethod
     def decode(cls, bits: int) -> Descriptor:
-        """Raises ValueError, with the reason, for bits that are no descriptor."""
+        """Decodes a descriptor. Raises ValueError, with the reason, for bits that are no
+        descriptor."""
         if bits & _RESERVED:
             raise ValueError(
                 f"the matrix descriptor {bits:#018x} has bits set that belong to none of its fields"
@@ -69,27 +70,28 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class MatrixOperand:
-    """The A or B of an instruction. rows: of M (64) or N. k_major: the elements of a row are
-    neighbours; else those of a column."""
+    """The A or B of an instruction. `rows`: M (64) or N. `k_major`: the elements of a row are
+    neighbours; otherwise those of a column."""
 
     rows: int
     k_major: bool
 
     def addresses(self, bits: int) -> np.ndarray:
         """Shared addresses of the chunks that a descriptor names, int64: (rows, 2) of a K-major
-        matrix, (16, rows / 8) of an MN-major one. Not to be changed. Raises ValueError as
-        `Descriptor.decode` does."""
+        matrix, (16, rows / 8) of an MN-major one. The array must not be changed. Raises ValueError
+        as `Descriptor.decode` does."""
         return _addresses(self, bits)
 
     def rows_at(self, bits: int, first: int, count: int) -> np.ndarray:
-        """Addresses of the chunks that hold so many rows, multiples of 8."""
+        """Addresses of the chunks that hold a slice of rows, which begins and ends at multiples of
+        8."""
         if self.k_major:
             return self.addresses(bits)[first : first + count]
         return self.addresses(bits)[:, first // _PER_CHUNK : (first + count) // _PER_CHUNK]
 
     def matrix(self, chunks: np.ndarray) -> np.ndarray:
-        """The matrix (..., rows, 16) of what belongs to the elements of the chunks at the
-        addresses, (..., as those, 8)."""
+        """The matrix (..., rows, 16) of the values of the chunks' elements, (..., shape of the
+        addresses, 8)."""
         if not self.k_major:
             # (..., k, chunk, row in it) to (..., chunk, row in it, k)
             chunks = np.moveaxis(chunks, -3, -1)

@@ -17,23 +17,23 @@ WINDOWS: Mapping[str, int] = {
     "local": 0x7D00_0000_0000,
     "param": 0x7C00_0000_0000,
 }
-"""Generic address of the first byte of a block's shared memory, of a thread's local memory, and of
-the kernel's parameters."""
+"""Generic addresses of the first byte of a block's shared memory, of a thread's local memory, and
+of the kernel's parameters."""
 WINDOW_SIZE = 1 << 32
 RANK_SHIFT = 24
-"""First bit of the rank in a shared address: the bits from here on are the rank of a block of the
-cluster, and one, in what `mapa` gives (PTX ISA 9.0, "mapa"), and zero in an address of the thread's
-own block."""
+"""First bit of the rank in a shared address. In an address that `mapa` returns (PTX ISA 9.0,
+"mapa"), the bits from here on are the rank of a block of the cluster plus one. In an address of the
+thread's own block they are zero."""
 
 Selection = slice | np.ndarray
 ALL = slice(None)
 
 _ALIGNMENT = 256
 HEAP_BYTES = 8 << 20
-"""Bytes that device code can have from malloc at a time (CUDA C++ Programming Guide, "Heap Memory
+"""Total bytes that device code can hold from malloc (CUDA C++ Programming Guide, "Heap Memory
 Allocation": the default)."""
 _GUARD = 4096
-"""Bytes between allocations that belong to none, so that running off an array is seen."""
+"""Bytes between allocations that belong to none, so that an access beyond an array is seen."""
 
 
 class DeviceMemory:
@@ -103,8 +103,8 @@ class DeviceMemory:
         return address
 
     def heap_free(self, address: int) -> bool:
-        """Takes back what `heap_allocate` returned; False for any other address. Accesses to it are
-        outside every allocation until its like is allocated again."""
+        """Frees an address that `heap_allocate` returned; returns False for any other address.
+        Accesses to it are outside every allocation until it is allocated again."""
         size = self._heap.pop(address, None)
         if size is None:
             return False
@@ -122,7 +122,7 @@ class DeviceMemory:
         return self._starts[i], self._ends[i]
 
     def nearest(self, address: int) -> str:
-        """Words that say where an address outside every allocation lies."""
+        """Text with the place of an address outside every allocation."""
         if address == 0:
             return "the null pointer"
         i = bisect.bisect_right(self._starts, address) - 1
@@ -150,7 +150,7 @@ class DeviceMemory:
         return (i >= 0) & (addresses + size <= ends[np.maximum(i, 0)])
 
     def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
-        """Where in `words` lanes' addresses are, in bytes."""
+        """Offsets of lanes' addresses in `words`, in bytes."""
         return addresses - ARENA_BASE
 
     def digest(self) -> bytes:
@@ -158,7 +158,7 @@ class DeviceMemory:
         return hashlib.blake2b(self._bytes[: self._used].data).digest()
 
     def words(self, size: int) -> np.ndarray:
-        """All of memory from ARENA_BASE on, as `word_view` has it."""
+        """All of memory from ARENA_BASE on, in the form of `word_view`."""
         return word_view(self._bytes, size)
 
     def outside(self, address: int, size: int) -> str:
@@ -171,11 +171,10 @@ class DeviceMemory:
 
 
 class Region:
-    """A state space that every lane addresses from 0 on, with the methods by which `DeviceMemory`
-    is accessed.
+    """A state space that every lane addresses from 0 on, with the access methods of `DeviceMemory`.
 
-    data: the bytes of all lanes. size: bytes that one lane sees. base: where in `data` each lane's
-    address 0 is. name: for messages.
+    `data`: the bytes of all lanes. `size`: bytes that one lane sees. `base`: place in `data` of
+    each lane's address 0. `name`: its name in messages.
     """
 
     def __init__(self, data: np.ndarray, size: int, base: np.ndarray, name: str) -> None:
@@ -193,11 +192,11 @@ class Region:
         return (addresses >= 0) & (addresses + size <= self.size)
 
     def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
-        """Where in `words` the selected lanes' addresses are, in bytes."""
+        """Offsets of the selected lanes' addresses in `words`, in bytes."""
         return addresses + self.base[selection]
 
     def words(self, size: int) -> np.ndarray:
-        """The bytes of all lanes, as `word_view` has them."""
+        """The bytes of all lanes, in the form of `word_view`."""
         return word_view(self.data, size)
 
     def outside(self, address: int, size: int) -> str:
@@ -208,8 +207,8 @@ class Region:
 
 
 class LocalMemory(Region):
-    """Local memory of all lanes, one after the other, which remembers what was written. size: bytes
-    of a lane."""
+    """Local memory of all lanes, one after the other, which records the bytes that were written.
+    `size`: bytes per lane."""
 
     def __init__(self, lanes: int, size: int) -> None:
         data = np.zeros(lanes * size, np.uint8)
@@ -217,8 +216,9 @@ class LocalMemory(Region):
         self._written = np.zeros_like(data)
 
     def note(self, action: str, rows: np.ndarray, size: int) -> np.ndarray | None:
-        """Records that lanes write words of `size` bytes; of what they read or change, which bytes
-        nothing has written, (words, size), or None. rows: index of each word in `words(size)`."""
+        """Records that lanes write words of `size` bytes. For words that they read or change, it
+        returns which bytes nothing has written, (words, size), or None. `rows`: index of each word
+        in `words(size)`."""
         written = word_view(self._written, size)
         if action == "write":
             written[rows] = ~written.dtype.type(0)

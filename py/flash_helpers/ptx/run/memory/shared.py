@@ -9,8 +9,8 @@ from flash_helpers.ptx.run.memory.regions import RANK_SHIFT, Region, Selection
 
 
 class SharedMemory(Region):
-    """Shared memory of all blocks of a batch, side by side. size: bytes of one block. granule:
-    bytes of the narrowest access of the kernel. stride: bytes from one block to the next."""
+    """Shared memory of all blocks of a batch, side by side. `size`: bytes of one block. `granule`:
+    bytes of the narrowest access of the kernel. `stride`: bytes from one block to the next."""
 
     def __init__(self, geometry: Geometry, size: int, granule: int) -> None:
         self.geometry = geometry
@@ -22,9 +22,9 @@ class SharedMemory(Region):
         super().__init__(data, size, base, "shared memory")
 
     def resolve(self, addresses: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where shared::cluster addresses (n,) of lanes of the batch are: the blocks of the batch,
-        and the addresses in these. Of an address whose rank no block of the cluster has, the block
-        is -1."""
+        """The places of shared::cluster addresses (n,) of lanes of the batch: the blocks of the
+        batch, and the addresses in these. The block is -1 for an address whose rank no block of the
+        cluster has."""
         own, size = self.geometry.block_of(lanes), self.geometry.cluster
         rank = (addresses >> RANK_SHIFT) - 1
         blocks = np.where(rank < 0, own, np.where(rank < size, own - own % size + rank, -1))
@@ -35,11 +35,11 @@ class SharedMemory(Region):
         return np.divmod(places, self.stride)
 
     def is_remote(self, addresses: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """For each address, whether it is of another block than the lane's."""
+        """For each address, whether it belongs to another block than the lane's."""
         return self.resolve(addresses, lanes)[0] != self.geometry.block_of(lanes)
 
     def beyond(self, address: int, size: int) -> str:
-        """Text for an access to another block by what cannot reach it."""
+        """Text for an access to another block by an address that cannot reach it."""
         rank, at = divmod(address, 1 << RANK_SHIFT)
         return (
             f"{size} bytes at shared address {at} of the block of rank {rank - 1}, and only "
@@ -52,7 +52,7 @@ class SharedMemory(Region):
         return (blocks >= 0) & (at >= 0) & (at + size <= self.size)
 
     def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
-        """Where in `words` the selected lanes' addresses are, in bytes."""
+        """Offsets of the selected lanes' addresses in `words`, in bytes."""
         if self.geometry.cluster > 1 and int(addresses.max(initial=0)) >> RANK_SHIFT:
             blocks, at = self.resolve(addresses, self.lane_ids[selection])
             return blocks * self.stride + at
@@ -84,8 +84,8 @@ class SharedMemory(Region):
         )
 
     def granules_at(self, blocks: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Granules of `size` bytes at each of several addresses: (n, all of a row), of addresses
-        (n, k) in blocks (n,) of the batch."""
+        """Granules of `size` bytes at each of several addresses: (n, granules of a row), for
+        addresses (n, k) in blocks (n,) of the batch."""
         first = (blocks[:, None] * self.stride + addresses) // self.granule
         count = -(-size // self.granule)
         return (first[:, :, None] + np.arange(count)).reshape(len(first), -1)

@@ -1,1 +1,1 @@
-"""The types of PTX as NumPy holds them, and rounding between them."""
+"""The types of PTX as NumPy holds them, and the rounding between them."""

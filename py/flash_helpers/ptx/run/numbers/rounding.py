@@ -21,7 +21,7 @@ INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 
 
 def _fp8_values(exponent_bits: int) -> np.ndarray:
-    """float32 of the codes 0 to 127 of an 8-bit float, those of the highest exponent too."""
+    """float32 values of the codes 0 to 127 of an 8-bit float, including the highest exponent."""
     codes, bits = np.arange(128), 7 - exponent_bits
     exponent, fraction = codes >> bits, codes & (1 << bits) - 1
     significand = np.where(exponent > 0, fraction + (1 << bits), fraction)
@@ -58,8 +58,8 @@ def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
 
 
 def to_fp8(x: np.ndarray, type_name: str) -> np.ndarray:
-    """float32 to the codes (uint8) of e4m3 or e5m2: to nearest, a tie to even, what is too large to
-    the largest number."""
+    """float32 to the codes (uint8) of e4m3 or e5m2: rounded to nearest, ties to even, values that
+    are too large to the largest number."""
     values = _FP8[type_name]
     numbers = values[np.isfinite(values)].astype(F64)
     between = (numbers[:-1] + numbers[1:]) / 2
@@ -74,7 +74,7 @@ def to_fp8(x: np.ndarray, type_name: str) -> np.ndarray:
 
 def to_floats(registers: np.ndarray, type_name: str) -> np.ndarray:
     """Values of a float type of PTX as NumPy floats: float32 of bf16, tf32, e4m3 and e5m2 (whose
-    codes are uint8); of a packed type both halves, the lower one first, (values, 2)."""
+    codes are uint8); both halves of a packed type, the lower one first, (values, 2)."""
     if type_name in _FP8:
         magnitude = _FP8[type_name][registers & 0x7F]
         return np.where(registers & 0x80, -magnitude, magnitude)
@@ -104,7 +104,7 @@ def to_registers(x: np.ndarray, type_name: str, mode: str = "rn") -> np.ndarray:
 
 
 def on_registers(type_name: str, function: Function) -> Function:
-    """A function of NumPy floats made one of the registers of a float type."""
+    """A function of registers of a float type, made from a function of NumPy floats."""
     if type_name in ("f16", "f32", "f64"):
         return function
 
@@ -140,7 +140,8 @@ def odd_f32(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, dtype: np.dtype, mode: str = "rn") -> np.ndarray:
-    """Floats to a NumPy float type, in one of the modes of PTX; to float64 always to nearest."""
+    """Floats to a NumPy float type, in one of the modes of PTX; float64 is always rounded to
+    nearest."""
     if mode == "rn" or dtype == F64:
         # From float64 to float16 NumPy may round twice.
         return (odd_f32(x) if (x.dtype, dtype) == (F64, F16) else x).astype(dtype)
@@ -190,7 +191,7 @@ def _split(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fma_f64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c in float64 with one rounding (away from overflow and underflow)."""
+    """a * b + c in float64 with one rounding (except near overflow and underflow)."""
     product = a * b
     ah, al = _split(a)
     bh, bl = _split(b)

@@ -1,1 +1,1 @@
-"""The watcher: what happened before what, races, poison and lints."""
+"""The watcher: the order of events, races, poison and lints."""

@@ -1,8 +1,8 @@
 """Races with agents (`order`): units that read or write shared memory while threads go on.
 
-What agents do takes time: it begins, and touches the same granules until it ends. Bytes that an
-agent is writing may not be touched, and bytes that it is reading may not be written. Later that
-depends on who knows the agent.
+An agent's access takes time: it begins, and touches the same granules until it ends. Bytes that an
+agent is writing may not be touched, and bytes that it is reading may not be written. After the end,
+only lanes that know the agent's access may touch them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from flash_helpers.ptx.run.watch.presence import Presence
 
 @dataclass(frozen=True)
 class AgentAccess:
-    """An access that an agent has begun to granules (m,) and not ended. action: "read" or "write".
-    lane: the one that it works for. block: the owner of the granules. issued: the knowledge of its
-    issuer. code: marks its granules until it ends."""
+    """An access that an agent has begun to granules (m,) and not ended. `action`: "read" or
+    "write". `lane`: the lane that it works for. `block`: the owner of the granules. `issued`: the
+    knowledge of its issuer. `code`: mark of its granules until it ends."""
 
     action: str
     position: int
@@ -57,8 +57,8 @@ class AgentAccess:
 
 @dataclass(frozen=True)
 class _Accesses:
-    """n accesses that begin together, as `begin_write` has them. known, visible: what was issued
-    with them, (n, columns)."""
+    """n accesses that begin together, as `begin_write` has them. `known`, `visible`: the knowledge
+    that was issued with them, (n, columns)."""
 
     action: str
     position: int
@@ -71,7 +71,7 @@ class _Accesses:
 
 
 class AgentWatch:
-    """The watcher over what agents do to the shared memory of a batch."""
+    """The watcher over the accesses of agents to the shared memory of a batch."""
 
     def __init__(self, marks: Marks, presence: Presence) -> None:
         self.marks = marks
@@ -79,7 +79,8 @@ class AgentWatch:
         self.order = marks.order
         self.log = marks.log
         self.presence = presence
-        # By agent and block: what has not ended, by its code, and what ended last, and when.
+        # By agent and block: the accesses that have not ended, by their codes, and the last one
+        # that ended, with its time.
         self._open: defaultdict[tuple[int, int], dict[int, AgentAccess]] = defaultdict(dict)
         self._ended: dict[tuple[int, int], tuple[int, AgentAccess]] = {}
 
@@ -93,9 +94,9 @@ class AgentWatch:
     ) -> list[AgentAccess]:
         """Checks and records n writes that agents begin; until they `end` their bytes are pending.
 
-        agents: (n,), columns of `order`. lanes: (n,), which they work for. issued: what the issuer
-        of each knows of what was before. granules: (n, m), from `granules_at`, of
-        one block each.
+        `agents`: (n,), columns of `order`. `lanes`: (n,), the lanes that they work for. `issued`:
+        each issuer's knowledge of earlier accesses. `granules`: (n, m), from `granules_at`, of one
+        block each.
         """
         access = self._accesses("write", position, agents, lanes, issued, granules)
         self._check_writes(access)
@@ -121,7 +122,7 @@ class AgentWatch:
         issued: Sequence[Knowledge],
         granules: np.ndarray,
     ) -> tuple[list[AgentAccess], np.ndarray | None]:
-        """As `begin_write`, of reads: until they `end`, nobody may write the bytes. Also returns
+        """As `begin_write`, for reads: until they `end`, the bytes may not be written. Also returns
         which granules nothing has written, (n, m), or None."""
         access = self._accesses("read", position, agents, lanes, issued, granules)
         self._check_writes(access)
@@ -136,25 +137,26 @@ class AgentWatch:
         return self._begun(access, codes), unwritten if unwritten.any() else None
 
     def end(self, access: AgentAccess) -> Knowledge:
-        """An agent has done what it began; what those know who have waited for it."""
+        """Ends an agent's accesses; returns the knowledge of lanes that have waited for them."""
         code, flag = self.marks.code(access.position), 0
         codes = self.marks.written
         if access.action == "read":
             codes = self.marks.agent_reads[access.agent]
         else:
             flag = BY_AGENT
-        # A later access may have taken some of them.
+        # A later access may have marked some of the granules.
         codes[access.granules[codes[access.granules] == access.code]] = code | flag
         self.forget(access)
         self._ended[access.agent, access.block] = self.order.now, access
         return self.order.agent_knowledge(access.agent, access.issued)
 
     def forget(self, access: AgentAccess) -> None:
-        """It has been told that nobody waits for an access."""
+        """Forgets an access, after it was reported that no thread waits for it."""
         self._open[access.agent, access.block].pop(access.code, None)
 
     def end_blocks(self, blocks: Sequence[int]) -> None:
-        """Blocks of the batch have ended. Reports what agents may still do to their memory."""
+        """Blocks of the batch have ended. Reports accesses of agents that may still touch their
+        memory."""
         for block in blocks:
             own = self.geometry.lanes_of(block)[: self.geometry.threads]
             left = [a for (_, b), some in self._open.items() if b == block for a in some.values()]
@@ -188,7 +190,7 @@ class AgentWatch:
         return _Accesses(action, position, agents, lanes, issued, granules, known, visible)
 
     def _pending_codes(self, access: _Accesses) -> np.ndarray:
-        """One for each access, unlike all others."""
+        """One code for each access, different from all others."""
         times = self.order.now + np.arange(len(access.agents))
         self.order.now += len(times)
         flags = PENDING | (BY_AGENT if access.action == "write" else 0)
@@ -293,7 +295,8 @@ class AgentWatch:
         count: int,
         text: str,
     ) -> None:
-        """first, column: of the access and granule that are told of. count: of such accesses."""
+        """`first`, `column`: indices of the access and granule that are reported. `count`: number
+        of such accesses."""
         lane = access.lanes[first]
         place, address = self.marks.name_of(int(access.granules[first, column]), lane)
         name = self.order.agent_name(int(access.agents[first]))

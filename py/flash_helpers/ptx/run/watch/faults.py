@@ -21,12 +21,12 @@ class FaultLog:
     lints: dict[tuple[type[Lint], Site | None], Lint] = field(default_factory=dict)
 
     def go_on_with(self, faults: Iterable[SimulatorError], lints: Iterable[Lint]) -> None:
-        """Adds those of an earlier launch of the kernel, which count on."""
+        """Adds the faults of an earlier launch of the kernel, whose counts continue."""
         self.faults |= {(type(fault), fault.site): fault for fault in faults}
         self.lints |= {(type(lint), lint.site): lint for lint in lints}
 
     def site(self, position: int) -> Site:
-        """Where in the kernel an instruction of the program stands."""
+        """The place of an instruction of the program in the kernel."""
         instruction = self.program.instructions[position]
         location = instruction.location
         return Site(
@@ -45,8 +45,8 @@ class FaultLog:
         address: int | None = None,
         count: int = 1,
     ) -> None:
-        """Raises the fault, or adds it to the log. position: index of the instruction in the
-        program. count: of the lanes that show it."""
+        """Raises the fault, or adds it to the log. `position`: index of the instruction in the
+        program. `count`: number of lanes that show it."""
         site = self.site(position)
         known = self.faults.get((kind, site))
         if known is not None:

@@ -35,8 +35,8 @@ from flash_helpers.ptx.run.watch.order import WEAK, Strength
 
 @dataclass(frozen=True)
 class _Access:
-    """An access by some lanes to words of one width. rows: index of each lane's word. is_of_warp:
-    all lanes of each warp do it, whichever of them gives the address."""
+    """An access by some lanes to words of one width. `rows`: index of each lane's word.
+    `is_of_warp`: all lanes of each warp make it, whichever lane gives the address."""
 
     action: str
     position: int
@@ -47,8 +47,8 @@ class _Access:
 
 
 class LaneWatch:
-    """The watcher over what lanes do to the shared memory of a batch. touched: told of each access,
-    if lints are collected (`Lints.touch`)."""
+    """The watcher over the accesses of lanes to the shared memory of a batch. `touched`: called
+    with each access, if lints are collected (`Lints.touch`)."""
 
     def __init__(self, memory: SharedMemory, marks: Marks) -> None:
         self.marks = marks
@@ -70,12 +70,13 @@ class LaneWatch:
         value: np.ndarray | None = None,
         strength: Strength = WEAK,
     ) -> np.ndarray | None:
-        """Checks and records what lanes do, or are about to do, to words of `size` bytes.
+        """Checks and records an access by lanes, done or about to be done, to words of `size`
+        bytes.
 
-        action: "read"; "matrix read", which all lanes of a warp make; "write", of `value`;
+        `action`: "read"; "matrix read", which all lanes of a warp make; "write", of `value`;
         "copy", a write of words that are pending until `end_copy`, where lanes that name one word
-        must have one `value`; "atomic access". rows: index of each lane's word in `words(size)`.
-        Returns which granules of each word the lanes get to see, but nothing has written, (words,
+        must have one `value`; "atomic access". `rows`: index of each lane's word in `words(size)`.
+        Returns which granules of each word the lanes see although nothing has written them, (words,
         granules), or None.
         """
         view = self.marks.view(size)
@@ -84,7 +85,7 @@ class LaneWatch:
         told = {"copy": "write", "matrix read": "read"}.get(action, action)
         access = _Access(told, position, rows, view, selection, action == "matrix read")
         written = view.written[rows]
-        # Memory that nobody wrote may be written: only codes of writes and copies matter then.
+        # Memory that was never written may be written: only codes of writes and copies matter then.
         is_first = written >= UNWRITTEN if action in ("write", "copy") else None
         unwritten = self._check_written(
             access,
@@ -99,7 +100,7 @@ class LaneWatch:
         if strength.is_strong:
             self._order_flags(access, strength, kind)
             if is_first is not None and is_first.any():
-                # Not in `_written`: what is strong does not race with its like.
+                # Not in `_written`: strong accesses do not race with each other.
                 view.written[rows] = np.where(is_first, 0, written)
             self._mark(access, self.marks.histories[f"strong {kind}"])
         elif kind == "read":
@@ -116,8 +117,8 @@ class LaneWatch:
         return unwritten
 
     def hold(self, position: int, lanes: np.ndarray, rows: np.ndarray) -> None:
-        """Lanes make mbarrier objects: from now on nothing else may touch their bytes. rows: of 8
-        bytes."""
+        """Lanes make mbarrier objects: from now on nothing else may touch their bytes. `rows`:
+        indices of the words of 8 bytes."""
         self.note("write", position, rows, 8, lanes, np.arange(rows.size))
         if self.marks.objects < 0:
             self.marks.objects = self.order.agent(0, "mbarrier object")
@@ -126,7 +127,7 @@ class LaneWatch:
         view.writer[rows] = self.marks.objects
 
     def let_go(self, position: int, lanes: np.ndarray, rows: np.ndarray) -> None:
-        """Lanes end mbarrier objects; what their bytes hold then nobody knows."""
+        """Lanes end mbarrier objects; the contents of their bytes are unknown from then on."""
         view = self.marks.view(8)
         view.written[rows] = UNWRITTEN
         self.note("write", position, rows, 8, lanes, np.arange(rows.size))
@@ -136,7 +137,7 @@ class LaneWatch:
     def _check_written(
         self, access: _Access, codes: np.ndarray, value: np.ndarray | None
     ) -> np.ndarray | None:
-        """Checks an access against the last weak writes; which granules there is none of, or
+        """Checks an access against the last weak writes; returns the granules that have none, or
         None."""
         if int(codes.max()) <= self.marks.floor:
             return None
@@ -300,8 +301,9 @@ class LaneWatch:
         codes: np.ndarray,
         masks: np.ndarray,
     ) -> None:
-        """Adds to what was recorded the earlier accesses by other lanes of the warp that the new
-        ones do not know: who knows the new ones need not know those. The time is then the first."""
+        """Adds to the record the earlier accesses by other lanes of the warp that the new lanes do
+        not know, since a lane that knows the new accesses need not know those. The time is then the
+        first one."""
         lanes, shape = self.lane_ids[access.selection], (access.rows.size, -1)
         old_masks = old_masks & ~masks[index]
         times = np.where(old_masks != 0, old_codes >> SITE_BITS, 0).reshape(shape)
@@ -331,8 +333,8 @@ class LaneWatch:
         agent: str | None = None,
         story: str = "",
     ) -> None:
-        """other: the earlier access, in words. agent: who made it, if not a lane. story: what else
-        is to be said."""
+        """`other`: the earlier access, in words. `agent`: the agent that made it, if it was no
+        lane. `story`: text to be added."""
         how = missing_between(RaceError, agent is not None)
         if "same warp" in other:
             how = "with no __syncwarp between them"
@@ -355,7 +357,7 @@ class LaneWatch:
         count: int,
         text: str,
     ) -> None:
-        """first: of the rows. column: of the granules of its word."""
+        """`first`: index of the first faulty row. `column`: index of the granule in its word."""
         lane = self.lane_ids[access.selection][first]
         granule = int(access.rows[first]) * access.view.width + column
         place, address = self.marks.name_of(granule, lane)

@@ -1,11 +1,11 @@
 """Legal but suspicious uses of the copies and products of a batch: `errors.Lint`.
 
 - Bytes of a box that lie outside of its tensor are filled with zeros (PTX ISA 9.0, "Tensors: Tiled
-  Mode"); who multiplies or loads them takes them for data.
-- Bytes that TMA delivers and nobody reads are time lost, or a read that was forgotten.
-- `wgmma.wait_group` waits for the groups of "the executing threads" ("wgmma.wait_group"). That a
-  warp which has waited may release what the other warps of its warpgroup read as well holds on the
-  hardware; the ISA does not say it.
+  Mode"). A product or a load of them takes them for data.
+- Bytes that TMA delivers and that are never read are lost time, or a sign of a forgotten read.
+- `wgmma.wait_group` waits for the groups of "the executing threads" ("wgmma.wait_group"). On the
+  hardware a warp that has waited may release bytes that the other warps of its warpgroup read too;
+  the ISA does not say so.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Arrived(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Lints:
-    """The marks on shared memory that they need. passed: as `Phases` has it. granule, stride: as
-    `SharedMemory` has them."""
+    """The marks on shared memory that the lints need. `passed`: as in `Phases`. `granule`,
+    `stride`: as in `SharedMemory`."""
 
     geometry: Geometry
     order: Order
@@ -46,11 +46,11 @@ class Lints:
 
     def __post_init__(self) -> None:
         geometry, size = self.geometry, len(self.geometry.blocks) * self.stride
-        # Of each granule: the copy that delivered it, while nobody has read it, and the one that
-        # filled it. 0 for none.
+        # For each granule: the copy that delivered it, while it has not been read, and the copy
+        # that filled it. 0 for none.
         self._unread = np.zeros(size // self.granule, np.int32)
         self._filled = np.zeros(size // self.granule, np.int32)
-        # Position and lane of each copy, and whether something of it was found to be unread.
+        # Position and lane of each copy, and whether any of its bytes was found unread.
         self._copies: list[tuple[int, int]] = [(0, 0)]
         self._told: set[int] = set()
         # Of each warp of a block and chunk: which of its groups read it last, counted from 1. Of
@@ -65,7 +65,7 @@ class Lints:
     def touch(
         self, action: str, position: int, rows: np.ndarray, width: int, lanes: np.ndarray
     ) -> None:
-        """As `LaneWatch.note` has it. width: granules of a word."""
+        """An access as in `LaneWatch.note`. `width`: granules per word."""
         granules = (rows[:, None] * width + np.arange(width)).reshape(-1)
         if action not in ("write", "copy"):
             self._read_as_data(position, granules, lanes.repeat(width))
@@ -76,14 +76,15 @@ class Lints:
     # -- what agents do ----------------------------------------------------------------------------
 
     def issue(self, position: int, lane: int, granules: np.ndarray, issued: Knowledge) -> None:
-        """A copy to shared memory begins, of a lane that knows what is `issued`."""
+        """A copy to shared memory begins, issued by a lane with the knowledge `issued`."""
         self._overwrite(granules, position)
         self._check_release(position, lane, granules, issued)
 
     def deliver(
         self, position: int, lane: int, granules: np.ndarray, piece: Box | Span | None
     ) -> None:
-        """Its bytes have come. piece: of global memory, None if from elsewhere."""
+        """Its bytes have come. `piece`: their piece of global memory, None if they come from
+        elsewhere."""
         number = len(self._copies)
         self._copies.append((position, lane))
         self._unread[granules] = number
@@ -93,7 +94,7 @@ class Lints:
             self._filled[outside] = number
 
     def copy_out(self, granules: np.ndarray) -> None:
-        """A bulk copy reads them."""
+        """A bulk copy reads granules."""
         self._unread[granules] = 0
 
     def multiply(
@@ -148,7 +149,7 @@ class Lints:
         self._filled[granules] = 0
 
     def _report_unread(self, granules: np.ndarray, when: str) -> None:
-        """Once for each copy."""
+        """Reports unread bytes, once per copy."""
         copies, first, counts = np.unique(
             self._unread[granules], return_index=True, return_counts=True
         )
@@ -170,7 +171,8 @@ class Lints:
     def _check_release(
         self, position: int, lane: int, granules: np.ndarray, issued: Knowledge
     ) -> None:
-        """Whether each warp whose products read what is overwritten has waited for them before."""
+        """Checks that each warp whose products read the overwritten bytes has waited for these
+        products before."""
         chunks = granules[:: CHUNK // self.granule] * self.granule // CHUNK
         groups = self._groups[:, chunks]
         numbers = np.flatnonzero(groups.any(axis=1))

@@ -1,4 +1,5 @@
-"""Marks on shared memory: when, by whom and by which instruction each granule was touched.
+"""Marks on shared memory: the time, the lane or agent, and the instruction of the last accesses to
+each granule.
 
 For every granule there is the last write by a lane or an agent (`order`), and for every warp its
 last read, with the lanes that made it. A granule is as wide as the narrowest shared access of the
@@ -19,7 +20,7 @@ from flash_helpers.ptx.run.memory.shared import SharedMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Order
 
-# A code says when and where: time above, the instruction's position below.
+# A code has the time in its upper bits and the instruction's position in its lower bits.
 SITE_BITS = 20
 SITE_MASK = (1 << SITE_BITS) - 1
 BY_AGENT = 1 << 60
@@ -32,18 +33,18 @@ CONFLICTS = {
     ("write", False): ("read", "matrix read", "strong read", "strong write"),
     ("write", True): ("read", "matrix read"),
 }
-"""With which accesses one conflicts, besides weak writes; whether it is strong (PTX ISA 9.0,
-"Conflict and Data-races": two strong ones do not race)."""
+"""Accesses with which an access conflicts, besides weak writes, and whether it is strong (PTX ISA
+9.0, "Conflict and Data-races": two strong accesses do not race)."""
 
 
 class Marks:
     """The marks of a batch, as arrays over the granules of all its blocks.
 
-    written: codes of the last writes. writer: the place of each writer in its cluster, or the agent
-    where the code says so. histories: of each kind of access that writes do not cover, a row per
-    warp. agent_reads: codes of reads, by agent. objects: the agent that stands for mbarrier
-    objects, -1 while there is none. explain: what a lane should know of an agent, in words that
-    follow a complaint about its bytes.
+    `written`: codes of the last writes. `writer`: the place of each writer in its cluster, or the
+    agent where the code says so. `histories`: for each kind of access that writes do not cover, one
+    row per warp. `agent_reads`: codes of reads, by agent. `objects`: the agent that stands for
+    mbarrier objects, -1 while there is none. `explain`: returns what a lane should know of an
+    agent, as text that follows an error about its bytes.
     """
 
     def __init__(self, memory: SharedMemory, order: Order, log: FaultLog) -> None:
@@ -67,7 +68,7 @@ class Marks:
         self._views: dict[int, Views] = {}
 
     def is_written(self, granules: np.ndarray) -> np.ndarray:
-        """Whether granules of `data` were written, or are being copied to."""
+        """Whether granules of `data` were written, or are the target of a copy."""
         return self.written[granules] < UNWRITTEN
 
     def initialise(self, start: int, size: int) -> None:
@@ -78,8 +79,8 @@ class Marks:
     def end_copy(
         self, position: int, rows: np.ndarray, size: int, agent: int | None = None
     ) -> None:
-        """Marks words as written now by the copy that was issued at a position: by the lanes that
-        have issued it, or by an agent."""
+        """Marks words as written now by the copy that was issued at a position. The writers are the
+        lanes that have issued it, or an agent."""
         view = self.view(size)
         view.written[rows] = self.code(position)
         if agent is not None:
@@ -92,11 +93,11 @@ class Marks:
 
     @property
     def floor(self) -> int:
-        """No code up to this one is unknown to anybody."""
+        """The largest code up to which every lane knows all accesses."""
         return self.order.floor << SITE_BITS | SITE_MASK
 
     def view(self, size: int) -> Views:
-        """The marks by words of `size` bytes."""
+        """The marks, viewed by words of `size` bytes."""
         if size not in self._views:
             self._views[size] = Views(self, size // self.granule)
         return self._views[size]
@@ -106,8 +107,8 @@ class Marks:
     def read_by_agent(
         self, agent: int, codes: np.ndarray, bad: np.ndarray
     ) -> tuple[int, int, int, str]:
-        """The first of reads by an agent that nobody waited for: row and column, how many rows
-        there are, and what is said of it."""
+        """The first of the reads by an agent that no thread has waited for: its row and column, the
+        number of such rows, and the text about it."""
         hit = bad.any(axis=1)
         i = int(hit.argmax())
         j = int(bad[i].argmax())
@@ -133,8 +134,8 @@ class Marks:
 
 
 class History:
-    """When and where granules were last accessed in one way, a row of them for every warp, and by
-    which of its lanes. Matrix reads are made by all lanes."""
+    """The last accesses of one kind to granules: their codes, one row per warp, and the lanes of
+    the warp that made them. Matrix reads are made by all lanes."""
 
     def __init__(self, size: int, name: str) -> None:
         self.action = "read" if name != "strong write" else "write"
@@ -170,7 +171,7 @@ def will_write(agent: str | None, site: Site) -> str:
     """Text for bytes that an agent, or a cp.async if none, has not written yet."""
     if agent is None:
         return f", which the cp.async at {site}\n    will write: its thread has not waited for it"
-    return f", which {agent} at {site}\n    will write: nobody has waited for it"
+    return f", which {agent} at {site}\n    will write: no thread has waited for it"
 
 
 def object_made_at(site: Site) -> str:

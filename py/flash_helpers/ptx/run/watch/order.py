@@ -2,29 +2,29 @@
 them.
 
 Order is tracked with vector clocks (Lamport 1978; FastTrack, Flanagan and Freund 2009). Time is the
-number of synchronising events so far. Everything that a lane did up to some time is known to
-another lane if a chain of such events leads from the one to the other (PTX ISA 9.0, "Causality
-Order"):
+number of synchronising events so far. The accesses of a lane up to some time are known to another
+lane if a chain of such events leads from the one to the other (PTX ISA 9.0, "Causality Order"):
 
 - `bar` and `barrier` order the warps that take part, and the lanes of each;
 - `barrier.cluster` orders the lanes that arrive before those that wait;
 - `bar.warp.sync` orders the lanes of its mask;
 - a release pattern on a word of shared memory orders its lane before the acquire pattern of a lane
   that reads the word, directly or through atomics of others ("Release and Acquire Patterns");
-- what holds knowledge for those who come, such as an mbarrier, takes it with `knowledge` and gives
-  it with `acquire`.
+- an object that passes knowledge on, such as an mbarrier, takes it with `knowledge` and gives it
+  with `acquire`.
 
 Shuffles, votes and matrix instructions make lanes wait for each other but order no memory: "These
 intrinsics do not imply a memory barrier" (CUDA Programming Guide, "Warp Shuffle Functions"), and
 the PTX ISA calls `ldmatrix`, which all lanes make together, a weak memory operation.
 
-An agent is what carries out asynchronous operations one after the other: it has a clock as a lane
-has. Lanes know of it what they have waited for.
+An agent carries out asynchronous operations one after the other: it has a clock, as a lane has.
+Lanes know the operations of an agent that they have waited for.
 
-Agents access memory through the async proxy, lanes through the generic one. What a lane wrote is
+Agents access memory through the async proxy, lanes through the generic one. A lane's write is
 visible to an agent if a `fence.proxy.async` stands somewhere on the chain between them (PTX ISA
 9.0, "Async Proxy"; "membar/fence": it orders both proxies for the thread that executes it, and
-composes with other synchronisation). So beside what is known there is what is known to be visible.
+composes with other synchronisation). So each lane has two sets of times: those of accesses that it
+knows, and those of accesses that it knows to be visible to agents.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.run.geometry import Geometry
 
 _OWN = 1 << 40
-"""Later than any time: what a lane knows of itself."""
+"""A time later than any other: a lane knows all of its own accesses."""
 
 _FULL = 0xFFFF_FFFF
 _MORE = 32
-"""Columns that are made at a time."""
+"""Columns that are made at once."""
 
 
 @dataclass(frozen=True)
 class Strength:
-    """How an access takes part in synchronisation (PTX ISA 9.0, "Operation Types"). updates: reads
-    and writes in one. observes: it returns what it reads, as `red` does not."""
+    """The part of an access in synchronisation (PTX ISA 9.0, "Operation Types"). `updates`: it
+    reads and writes in one. `observes`: it returns the value that it reads; `red` does not."""
 
     is_strong: bool = False
     acquires: bool = False
@@ -62,9 +62,10 @@ WEAK = Strength()
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Knowledge at some moment in a cluster, (planes, columns) as `Order` has them: times,
-    first of what is known, then of what is known to be visible to agents. fenced: the same, of what
-    fences had released; None if they had nothing."""
+    """Knowledge at some moment in a cluster, (planes, columns) as in `Order`. The first plane has
+    the times up to which accesses are known, the second those up to which they are known to be
+    visible to agents. `fenced`: the same for knowledge that fences had released; None if there was
+    none."""
 
     known: np.ndarray
     fenced: np.ndarray | None = None
@@ -109,15 +110,17 @@ class Order:
         self._column_of = np.arange(geometry.lanes_per_cluster) // WARP
         self._agents: dict[tuple[int, str], int] = {}
         self._has_lane_rows = self._has_lane_columns = False
-        # What every lane knows of the lanes of its warp beyond that, by barriers of some of them.
+        # Further knowledge of each lane about the lanes of its warp, by barriers of some of them.
         self._mates: np.ndarray | None = None
-        # What every lane knew when it last executed a fence, and has observed by strong reads.
+        # The knowledge of each lane at its last fence, and the knowledge that it observed by strong
+        # reads.
         self._fenced: np.ndarray | None = None
         self._observed: np.ndarray | None = None
-        # Of words of shared memory, by the first granule: who released it last, and what he knew.
+        # For words of shared memory, by the first granule: the lane that released it last, and its
+        # knowledge.
         self._released: dict[int, tuple[int, np.ndarray]] = {}
         # By rank, columns that say that a block has begun: a lane that knows anything of the block
-        # knows this.
+        # knows them.
         self._begun = self._new_columns(geometry.cluster if geometry.cluster > 1 else 0)
         if self._begun.size:
             self._table[0, self._own[0], self._begun[geometry.rank_of(lanes[::WARP])]] = 1
@@ -125,13 +128,14 @@ class Order:
     # -- questions ---------------------------------------------------------------------------------
 
     def known(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Up to which time lanes (n,) of the batch know others (n, k), places of their cluster."""
+        """The times up to which lanes (n,) of the batch know other lanes (n, k), places of their
+        cluster."""
         known = self._known(lanes[:, None], others)
         known[others == self._place[lanes][:, None]] = _OWN
         return known
 
     def known_to_all(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """As `known`, to all lanes of the warps of lanes, the others themselves left out."""
+        """As `known`, for all lanes of the lanes' warps, except for the other lanes themselves."""
         if not self._has_lane_rows and self._mates is None:
             return self._known(lanes[:, None], others)
         warp = _lanes_of_warps(lanes // WARP)[:, None, :]
@@ -145,21 +149,22 @@ class Order:
         return self._table[0, self._row_of[lanes], self._begun[ranks]] > 0
 
     def known_to_any(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Up to which time any of lanes of one block knows others (n,), places of other blocks."""
+        """The times up to which any of the lanes of one block knows other lanes (n,), places of
+        other blocks."""
         return self._known(self._one_a_row(lanes)[:, None], others).max(axis=0)
 
     def agent_known_to_any(self, lanes: np.ndarray, agent: int) -> int:
-        """Up to which time any of lanes of the batch knows an agent."""
+        """The time up to which any of the lanes of the batch knows an agent."""
         return int(self._table[0, self._row_of[lanes], agent].max())
 
     def unknown(
         self, lanes: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
     ) -> np.ndarray:
-        """Whether accesses by lanes of one warp are unknown to lanes (n,) of the batch, other than
-        those that made them.
+        """Whether accesses by lanes of one warp are unknown to lanes (n,) of the batch, except for
+        the lanes that made them.
 
-        warp: of the cluster. times, masks: (n, k), when, and the lanes that made the access; None
-        if all lanes of the warp did.
+        `warp`: the warp's number in the cluster. `times`, `masks`: (n, k), the times, and the lanes
+        that made the access; None if all lanes of the warp did.
         """
         unknown = times > self._table[0, self._row_of[lanes], warp][:, None]
         if not unknown.any():
@@ -179,8 +184,8 @@ class Order:
     def known_of_agents(
         self, lanes: np.ndarray, agents: np.ndarray, *, is_of_warp: bool = False
     ) -> np.ndarray:
-        """Up to which time lanes (n,) of the batch know agents (n, k); is_of_warp: all lanes of
-        their warps."""
+        """The times up to which lanes (n,) of the batch know agents (n, k). `is_of_warp`: asks for
+        all lanes of their warps."""
         if is_of_warp and self._has_lane_rows:
             warp = _lanes_of_warps(lanes // WARP)[:, None, :]
             return self._table[0, self._row_of[warp], agents[:, :, None]].min(axis=2)
@@ -202,8 +207,8 @@ class Order:
     # -- what is taken along -----------------------------------------------------------------------
 
     def knowledge(self, lanes: np.ndarray) -> Knowledge:
-        """All that any of the lanes, which are of one cluster, knows now, and what they did: what a
-        release by them tells."""
+        """The joint knowledge of lanes of one cluster now, with their own accesses: the content of
+        a release by them."""
         warps, alone = _whole_warps(lanes)
         if alone.size:
             self._give_columns(self._place[alone])
@@ -212,8 +217,8 @@ class Order:
         return self._taken(lanes, columns)
 
     def relaxed_knowledge(self, lanes: np.ndarray) -> Knowledge:
-        """As `knowledge`, of what an arrival of lanes that releases nothing tells: what their last
-        fences have released, and which blocks have begun."""
+        """As `knowledge`, for a relaxed arrival of lanes, which releases nothing itself: the
+        content is what their last fences have released, and which blocks have begun."""
         known = np.zeros(self._table.shape[::2], np.int64)
         rows = np.unique(self._row_of[lanes])
         known[0, self._begun] = self._table[0, rows[:, None], self._begun].max(axis=0)
@@ -222,15 +227,17 @@ class Order:
         return Knowledge(known)
 
     def common_knowledge(self, warps: np.ndarray) -> list[Knowledge]:
-        """All that every lane of each whole warp knows now, and what the warp did: what an
-        instruction may rely on that they execute together. `in_common`: what several warps do."""
+        """The common knowledge of all lanes of each whole warp now, with the warp's own accesses.
+        An instruction that they execute together may rely on it. `in_common`: the common knowledge
+        of several warps."""
         rows = self._row_of[_lanes_of_warps(warps)]
         if (rows == rows[:, :1]).all():
             rows = rows[:, :1]
         known = self._table[:, rows]
         known[0, np.arange(warps.size), :, self._own[1][warps]] = self.now
         if self._has_lane_columns:
-            # Who knows a warp knows its lanes, so that the least of each column says what all know.
+            # A lane that knows a warp knows its lanes, so the least value of each column is known
+            # to all.
             places = np.flatnonzero(self._column_of >= self.geometry.warps_per_cluster)
             columns = self._column_of[places]
             known[..., columns] = np.maximum(known[..., columns], known[..., places // WARP])
@@ -238,19 +245,19 @@ class Order:
         return [Knowledge(of_warp) for of_warp in known.min(axis=2).swapaxes(0, 1)]
 
     def acquire(self, lanes: np.ndarray, several: Sequence[Knowledge]) -> None:
-        """Lanes of one cluster learn what is known."""
+        """Lanes of one cluster learn a piece of knowledge."""
         _, alone = _whole_warps(lanes)
         self._give_rows(alone)
         self._learn(lanes, join(several))
 
     def arrive(self, lanes: np.ndarray) -> Knowledge:
-        """The knowledge of warps of one block, of which lanes arrive at a barrier, and what they
-        did."""
+        """The knowledge of the warps of one block whose lanes arrive at a barrier, with their own
+        accesses."""
         warps = np.unique(lanes // WARP)
         return self._taken(lanes, self._own[1][warps])
 
     def release(self, arrived: Sequence[Knowledge], lanes: np.ndarray) -> None:
-        """Lanes of a block leave a barrier, knowing what all that arrived there knew."""
+        """Lanes of a block leave a barrier with the knowledge of all lanes that arrived there."""
         if self._has_lane_rows:
             warps, _ = _whole_warps(lanes)
             self._share(warps)
@@ -273,8 +280,8 @@ class Order:
         self.now += 1
 
     def sync_warps(self, lanes: np.ndarray, masks: np.ndarray) -> None:
-        """Lanes of the batch pass a barrier of their warp. masks: the lanes that it orders, one
-        element a lane, or one for all. Those of them that have ended count as arrived."""
+        """Lanes of the batch pass a barrier of their warp. `masks`: the lanes that it orders, one
+        element per lane, or one for all. Lanes of a mask that have ended count as arrived."""
         if int(masks.min()) == _FULL:
             warps = self._own[0] if lanes.size == self.geometry.lanes else np.unique(lanes // WARP)
             if self._has_lane_rows:
@@ -293,7 +300,7 @@ class Order:
         self.now += 1
 
     def _sync_some(self, warps: np.ndarray, members: np.ndarray) -> None:
-        """warps: the lanes of each, (n, 32). members: which of them pass the barrier."""
+        """`warps`: the lanes of each, (n, 32). `members`: which of them pass the barrier."""
         together = warps[:, members]
         if self._has_lane_rows:
             apart = (self._row_of[together] != self._row_of[together[:, :1]]).any(axis=1)
@@ -308,11 +315,12 @@ class Order:
             self._fenced[:, together] = self._fenced[:, together].max(axis=2, keepdims=True)
 
     def _taken(self, lanes: np.ndarray, columns: np.ndarray) -> Knowledge:
-        """columns: of what lanes did."""
+        """The knowledge that a release takes from lanes. `columns`: columns of the lanes' own
+        accesses."""
         known = self._table[:, np.unique(self._row_of[lanes])].max(axis=1)
         known[0, columns] = self.now
         fenced = None if self._fenced is None else self._fenced[:, lanes].max(axis=1)
-        # What a lane does after it arrived without waiting is not part of what it knows.
+        # The accesses of a lane after it arrived without waiting are not part of its knowledge.
         self.now += 1
         return Knowledge(known, fenced)
 
@@ -329,8 +337,8 @@ class Order:
     # -- agents ------------------------------------------------------------------------------------
 
     def agent(self, block: int, name: str) -> int:
-        """The column of an agent of a block of the batch, for whose errors it has a name: the same
-        for its namesakes in all clusters."""
+        """The column of an agent of a block of the batch. Agents of one name share a column in all
+        clusters; errors show the name."""
         key = (block % self.geometry.cluster, name)
         if key not in self._agents:
             self._agents[key] = int(self._new_columns(1)[0])
@@ -342,8 +350,8 @@ class Order:
         return name if self.geometry.cluster == 1 else f"{name} of the block of rank {rank}"
 
     def agent_knowledge(self, agent: int, issued: Knowledge | None = None) -> Knowledge:
-        """The knowledge gained by a wait for all that an agent did until now. issued: what it
-        was issued with, where that is handed on."""
+        """The knowledge gained by a wait for all operations of an agent until now. `issued`:
+        knowledge of the issuer, where that is handed on."""
         known = np.zeros((1, self._n_columns), np.int64)
         if issued is not None:
             known = _fit(issued.known, known.shape).copy()
@@ -357,8 +365,8 @@ class Order:
         self._fenced[0, lane, agent] = self._table[0, self._row_of[lane], agent]
 
     def proxy_fence(self, lanes: np.ndarray) -> None:
-        """Lanes of the batch execute `fence.proxy.async`: all that they know and did is visible to
-        agents for all that know of the fence."""
+        """Lanes of the batch execute `fence.proxy.async`: their own and known accesses become
+        visible to agents, for every lane that knows of the fence."""
         self._table = _fit(self._table, (2, 0, 0))
         warps, alone = _whole_warps(lanes)
         if alone.size:
@@ -383,8 +391,8 @@ class Order:
         return np.maximum(known[rows, places // WARP], known[rows, self._column_of[places]])
 
     def warps_in(self, knowledge: Knowledge) -> np.ndarray:
-        """Up to which time each warp of the cluster is known, (warps,): what any of its lanes did
-        that is known, and what all of them do together."""
+        """The times up to which each warp of the cluster is known, (warps,): for known accesses of
+        single lanes, and for accesses of the whole warp."""
         known = self.stacked([knowledge])[0, 0]
         each = known[self._column_of].reshape(-1, WARP).max(axis=1)
         return np.maximum(known[: each.size], each)
@@ -403,8 +411,8 @@ class Order:
     # -- flags -------------------------------------------------------------------------------------
 
     def fence(self, lanes: np.ndarray, *, acquires: bool, releases: bool) -> None:
-        """Lanes of the batch execute a fence: what they observed by strong reads before it is known
-        to them after it, and what they know is released by a strong write after it."""
+        """Lanes of the batch execute a fence. Values that they observed by strong reads before it
+        bring knowledge after it, and a strong write after it releases the lanes' knowledge."""
         if acquires and self._observed is not None:
             self._learn_alone(lanes, self._observed[:, lanes])
         if releases:
@@ -414,15 +422,15 @@ class Order:
             self.now += 1
 
     def strong_read(self, lanes: np.ndarray, words: np.ndarray, *, acquires: bool) -> None:
-        """Strong reads by lanes of the batch. words: the first granule of each."""
+        """Strong reads by lanes of the batch. `words`: the first granule of each."""
         if self._released:
             for word in np.unique(words).tolist():
                 if word in self._released:
                     self._observe(lanes[words == word], self._released[word][1], acquires)
 
     def strong_write(self, lanes: np.ndarray, words: np.ndarray, strength: Strength) -> None:
-        """Strong writes by lanes of the batch, one after the other. words: the first granule of
-        each. What was released before an update stays released."""
+        """Strong writes by lanes of the batch, one after the other. `words`: the first granule of
+        each. Knowledge that was released before an update stays released."""
         if not self._released and not strength.releases and self._fenced is None:
             return
         for lane, word in zip(lanes.tolist(), words.tolist(), strict=True):
@@ -441,7 +449,8 @@ class Order:
         self.now += 1
 
     def weak_write(self, rows: np.ndarray, width: int) -> None:
-        """Words of so many granules are written so that nobody can acquire by reading them."""
+        """Words of some granules are written by weak writes, so that reading them acquires
+        nothing."""
         if self._released:
             words = np.array(list(self._released))
             for word in words[np.isin(words // width, rows)].tolist():
@@ -454,7 +463,7 @@ class Order:
             self._learn_alone(lanes, released[:, None])
 
     def _learn_alone(self, lanes: np.ndarray, known: np.ndarray) -> None:
-        """Lanes learn what is known, (planes, n or 1, columns), each for itself."""
+        """Lanes learn knowledge, (planes, n or 1, columns), each for itself."""
         self._table = _fit(self._table, (len(known), 0, 0))
         self._give_rows(lanes)
         part = (slice(len(known)), self._row_of[lanes], slice(known.shape[2]))
@@ -515,7 +524,7 @@ class Order:
             self._has_lane_rows = bool((self._row_of >= self.geometry.warps).any())
 
     def _tell_of_mates(self, lanes: np.ndarray) -> None:
-        """Moves what lanes know of single lanes of their warp to the table."""
+        """Moves the lanes' knowledge of single lanes of their warp to the table."""
         if self._mates is None:
             return
         own = self._place[lanes] // WARP
@@ -538,12 +547,12 @@ _BITS = np.arange(WARP)
 
 
 def _lanes_of_warps(warps: np.ndarray) -> np.ndarray:
-    """(warps, 32)."""
+    """The lanes of each warp, (warps, 32)."""
     return warps[:, None] * WARP + _BITS
 
 
 def _whole_warps(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The warps all of whose lanes are among these, and the lanes of the others."""
+    """The warps of which all lanes are given, and the lanes of the other warps."""
     if lanes.size % WARP == 0:
         warps = lanes[::WARP] // WARP
         if (lanes.reshape(-1, WARP) == _lanes_of_warps(warps)).all():
@@ -572,13 +581,13 @@ def _fit(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def _latest(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The latest of times (planes, columns); what is not there is 0."""
+    """The latest of times (planes, columns); missing columns count as 0."""
     shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
     return np.max([_fit(array, shape) for array in arrays], axis=0)
 
 
 def _raise_to(table: np.ndarray, rows: np.ndarray, known: np.ndarray) -> None:
-    """Raises rows of a table to what is known, (planes, columns), at least."""
+    """Raises rows of a table to at least the known times, (planes, columns)."""
     planes, columns = known.shape
     part = (slice(planes), rows, slice(columns))
     table[part] = np.maximum(table[part], known[:, None])

@@ -1,22 +1,23 @@
-"""Poison: bytes of registers and memory that hold what nothing has written.
+"""Poison: bytes of registers and memory with undefined values, read from memory that was never
+written.
 
-To read shared or local memory that nothing wrote is no fault as long as nothing depends on what is
-read: a ragged tile is loaded whole, and what lies beyond its end is masked or never stored. So the
-bytes that such a read gives are followed instead, as Memcheck follows undefined ones (Seward and
-Nethercote 2005), and it is an error where one of them reaches global memory, an address, a branch
-that decides about more than registers, a barrier, or the predicate of an instruction with a visible
-effect.
+Reading unwritten shared or local memory is no fault as long as nothing depends on the values: a
+ragged tile is loaded whole, and the elements beyond its end are masked or never stored. So the
+bytes of such a read are followed, as Memcheck follows undefined bytes (Seward and Nethercote 2005).
+It is an error if one of them reaches global memory, an address, a branch that decides about more
+than registers, a barrier, or the predicate of an instruction with a visible effect.
 
 Nothing is followed until the first such read of a batch. From then on every action runs with the
 rule of `spread` that says how its instruction passes poison on.
 
-A byte of a register of a lane, of local memory, or a granule of shared memory has a code: 0 if it
-is clean, and else where its poison began, that is which instruction read which address.
+Each byte of a lane's register or of local memory, and each granule of shared memory, has a code. It
+is 0 if the byte is clean, and otherwise names the origin of the poison: the instruction that read
+it, and the address.
 
-Copying a structure copies its padding, as words that nothing wrote. So what may be padding may
-reach global memory as long as it was only moved: unwritten bytes of an aligned group of 2, 4 or 8
-that follow written ones in it, and that written ones follow before its end or right after it, if
-the kernel stores values as wide as the group.
+Copying a structure copies its padding, which was never written. So bytes that may be padding may
+reach global memory as long as they were only moved. Such bytes are unwritten bytes in an aligned
+group of 2, 4 or 8 bytes. Written bytes precede them in the group, and written bytes follow before
+its end or right after it. The kernel must store values as wide as the group.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ _LAST_ADDRESS = (1 << _ADDRESS_BITS) - 1
 _LOCAL = 1 << (_SITE_BITS + _ADDRESS_BITS)
 _POISON = 2 * _LOCAL
 COUNTS = 2 * _POISON
-"""Part of every code but those of padding that was only moved."""
+"""Bit of every code, except for padding that was only moved."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Knowledge of one memory. size, granule: in bytes. is_written: of granules by their index."""
+    """Knowledge of one memory. `size`, `granule`: bytes. `is_written`: whether granules were
+    written, by their index."""
 
     size: int
     granule: int
@@ -63,7 +65,7 @@ class Carrier(Protocol):
     """The rules by which instructions pass poison on (`spread.Spread`)."""
 
     def load(self, position: int, selection: Selection, codes: Codes) -> None:
-        """Words that the instruction at a position has read are its results."""
+        """Records that words that the instruction at a position has read are its results."""
 
     def widest_store(self, space: str) -> int:
         """Bytes of the widest value that the kernel stores there; 0 if it stores none."""
@@ -73,9 +75,8 @@ class Carrier(Protocol):
 class Poison:
     """The poison of a batch.
 
-    types: of registers, by name. spaces: the memory of each state space that may hold poison.
-    begin: gives what is called at the first poisoned read, and returns a carrier that lives on
-    elsewhere.
+    `types`: types of registers, by name. `spaces`: the memory of each state space that may hold
+    poison. `begin`: called at the first poisoned read; returns a carrier that lives on elsewhere.
     """
 
     geometry: Geometry
@@ -87,10 +88,11 @@ class Poison:
     def __post_init__(self) -> None:
         self.lane_ids = np.arange(self.geometry.lanes)
         self.registers: dict[str, Codes] = {}
-        """Only those that hold poison."""
+        """Codes of the registers that hold poison."""
         self.active = False
         self.stored: Codes | None = None
-        """Over all lanes, of the words that the instruction being run stores; None: all clean."""
+        """Codes, over all lanes, of the words that the current instruction stores; None: all
+        clean."""
         self._memory: dict[str, np.ndarray] = {}
         self._carrier: Carrier
         """From `start` on."""
@@ -118,7 +120,7 @@ class Poison:
         held[: len(codes), selection] = codes[: len(held)]
 
     def add(self, name: str, selection: Selection, codes: Codes) -> None:
-        """Poisons a register beyond what it is."""
+        """Adds poison to a register."""
         held = self.of(name, selection)
         if held is None:
             self.put(name, selection, codes)
@@ -140,7 +142,7 @@ class Poison:
         selection: Selection,
         unwritten: np.ndarray | None,
     ) -> None:
-        """An access by lanes to words of `size` bytes, as `LaneWatch.note` has it. unwritten: which
+        """An access by lanes to words of `size` bytes, as in `LaneWatch.note`. `unwritten`: which
         granules of each word nothing has written, (lanes, granules of a word); None for none."""
         if not self.active:
             if unwritten is None:
@@ -175,10 +177,10 @@ class Poison:
         addresses: np.ndarray,
         unwritten: np.ndarray | None,
     ) -> None:
-        """Reports what of shared memory a copy to global memory takes that nothing has written.
+        """Reports unwritten granules of shared memory that a copy to global memory takes.
 
-        granules: their indices. addresses: of each, in its block. unwritten: which of them have not
-        been written to at all; None for none.
+        `granules`: their indices. `addresses`: address of each in its block. `unwritten`: which
+        granules have never been written; None for none.
         """
         codes = self._codes_out(position, granules, addresses, unwritten)
         codes = np.where(codes & COUNTS, codes, 0)
@@ -193,7 +195,7 @@ class Poison:
         addresses: np.ndarray,
         unwritten: np.ndarray | None,
     ) -> Codes:
-        """Codes of granules of shared memory that a copy reads, (n,), as `copied_out` has them."""
+        """Codes of granules of shared memory that a copy reads, (n,), as in `copied_out`."""
         codes = np.zeros(granules.size, np.int64)
         if "shared" in self._memory:
             codes = self._memory["shared"][granules]
@@ -209,10 +211,11 @@ class Poison:
         stride: int,
         source: tuple[np.ndarray, np.ndarray | None] | None,
     ) -> None:
-        """A copy has written to granules of shared memory, from global memory or from others there.
+        """A copy has written to granules of shared memory, from global memory or from other
+        granules.
 
-        stride: bytes of a block. source: these others, and which of them nothing has written; None
-        for none.
+        `stride`: bytes per block. `source`: these other granules, and which of them nothing has
+        written; None for none.
         """
         codes = None
         if source is not None:
@@ -227,7 +230,7 @@ class Poison:
             self._memory["shared"][granules] = 0 if codes is None else codes
 
     def start(self) -> None:
-        """Something has read what nothing had written: from now on poison is followed."""
+        """Starts to follow poison, at the first read of unwritten memory."""
         if not self.active:
             begin = self.begin and self.begin()
             assert begin is not None
@@ -243,8 +246,8 @@ class Poison:
         size: int,
         unwritten: np.ndarray | None,
     ) -> Codes | None:
-        """Codes of words that the instruction at a position reads; None if all are clean. The rest
-        is as in `touch`."""
+        """Codes of words that the instruction at a position reads; None if all are clean. The other
+        arguments are as in `touch`."""
         old = self._held(space, rows, size)
         if unwritten is None:
             return old
@@ -270,7 +273,7 @@ class Poison:
         return np.where(unwritten, codes, 0).repeat(granule, axis=1).T
 
     def _is_padding(self, space: str, octets: np.ndarray) -> np.ndarray:
-        """Whether unwritten bytes may be a structure's padding. octets: their indices in the
+        """Whether unwritten bytes may be the padding of a structure. `octets`: their indices in the
         memory of all lanes."""
         memory = self.spaces[space]
         widest = self._carrier.widest_store(space)
@@ -317,10 +320,10 @@ class Poison:
         *,
         replaces: bool,
     ) -> Codes:
-        """Poison of words that an atomic changes; returns that of the values that it returns."""
+        """Updates the poison of words that an atomic changes; returns the poison of its results."""
         clean = np.zeros((size, rows.size), np.int64)
         old, new = (clean if codes is None else codes for codes in (old, new))
-        # Lanes that meet at a word see what the others made of it.
+        # Lanes that meet at a word see the results of the others.
         _, word, count = np.unique(rows, return_inverse=True, return_counts=True)
         worst = np.zeros(count.size, np.int64)
         np.maximum.at(worst, word, np.maximum(old, new).max(axis=0))
@@ -331,7 +334,7 @@ class Poison:
     # -- where it must not come --------------------------------------------------------------------
 
     def report(self, position: int, selection: Selection, codes: Codes | None, what: str) -> None:
-        """Reports poison of what an instruction uses."""
+        """Reports poison of a value that an instruction uses."""
         if codes is None or not codes.any():
             return
         worst = codes.max(axis=0)

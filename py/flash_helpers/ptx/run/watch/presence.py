@@ -1,9 +1,10 @@
-"""Which blocks of a batch are there while others of their cluster touch their shared memory.
+"""A check that blocks of a batch exist while other blocks of their cluster touch their shared
+memory.
 
 "Accessing data in distributed shared memory requires all the thread blocks to exist" (CUDA C++
 Programming Guide, "Distributed Shared Memory"): an access has to come after the block has begun and
-before it ends. It does in every order of the threads if the thread that makes it knows something of
-the block (`order`), and if some thread of the block knows of the access before it ends.
+before it ends. This holds in every order of the threads if the accessing thread knows something of
+the block (`order`), and if some thread of the block knows of the access before the block ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Presence:
         self.log = log
         lanes = np.arange(geometry.lanes)
         self.is_gone = geometry.thread_of(lanes) >= geometry.threads
-        """By lane, those beyond the block's threads included."""
+        """Whether each lane has ended; lanes beyond the block's threads are included."""
         self._has_ended = np.zeros(len(geometry.blocks), bool)
         # Of each lane's last access to the block of each rank: time, position and address.
         self._last = np.zeros((3, geometry.lanes, geometry.cluster), np.int64)
@@ -41,7 +42,7 @@ class Presence:
         addresses: np.ndarray,
     ) -> None:
         """Checks that blocks (n,) of the batch are there when lanes (n,), or agents for them, begin
-        to touch addresses (n,) in them. Of lanes of these blocks nothing is to be checked."""
+        to touch addresses (n,) in them. Lanes of these blocks themselves are not checked."""
         lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
         if not lanes.size:
             return
@@ -65,8 +66,8 @@ class Presence:
         blocks: np.ndarray,
         addresses: np.ndarray,
     ) -> None:
-        """As `check`, of what lanes do themselves: the blocks must not end before they know of it.
-        To be told before what else the instruction releases."""
+        """As `check`, for accesses of lanes themselves: the blocks must not end before they know of
+        them. Call it before anything that the instruction releases."""
         lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
         self._actions[position] = action
         times, positions, places = self._last
@@ -76,12 +77,12 @@ class Presence:
     def _remote(
         self, lanes: np.ndarray, blocks: np.ndarray, addresses: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Those of blocks that are not the lanes' own."""
+        """The accesses to blocks other than the lanes' own."""
         remote = blocks != self.geometry.block_of(lanes)
         return lanes[remote], blocks[remote], addresses[remote]
 
     def end(self, lanes: np.ndarray) -> list[int]:
-        """Threads end; the blocks that have ended with them."""
+        """Records that threads end; returns the blocks that have ended with them."""
         self.is_gone[lanes] = True
         by_block = self.is_gone.reshape(-1, self._has_ended.size, WARP)
         ended = np.flatnonzero(by_block.all(axis=(0, 2)) & ~self._has_ended).tolist()
@@ -92,7 +93,8 @@ class Presence:
         return ended
 
     def _check_end(self, block: int) -> None:
-        """Reports accesses by others to a block that has ended, of which it did not know."""
+        """Reports accesses by other blocks to a block that has ended, if that block did not know of
+        them."""
         geometry = self.geometry
         cluster, rank = divmod(block, geometry.cluster)
         others = geometry.lane_at(cluster, np.arange(geometry.lanes_per_cluster))

@@ -13,8 +13,8 @@ from flash_helpers.ptx.run.watch.presence import Presence
 
 
 class WatchedMemory(SharedMemory):
-    """Shared memory of a batch, the order of what happens there, and the watchers over lanes and
-    agents, which share their marks."""
+    """Shared memory of a batch, the order of its accesses, and the watchers over lanes and agents,
+    which share their marks."""
 
     def __init__(self, geometry: Geometry, size: int, granule: int, log: FaultLog) -> None:
         super().__init__(geometry, size, granule)
