@@ -17,7 +17,7 @@ import pytest
 from browser import open_browser, requested_urls, waiting
 from built_site import BuiltSite
 
-from flash_helpers.course.pages import COURSE, PAGES, page_of_step
+from flash_helpers.course.pages import COURSE, PAGES, Page, page_of_step
 from flash_helpers.course.site_views import view_name
 from flash_helpers.course.stairs import has_tiles
 from flash_helpers.kernel_configs import FAMILIES, STEPS
@@ -31,6 +31,7 @@ WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 LOW = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+SMALL = {"width": 1366, "height": 420, "deviceScaleFactor": 1, "mobile": False}
 SCREENS = {"narrow": NARROW, "middle": MIDDLE, "wide": WIDE}
 ENTER = "\ue007"
 STEP = STEPS["v7"]  # whose page and view are looked at
@@ -105,6 +106,24 @@ class TestRepository:
         assert index["shown"] == len(shown) - 1
         assert ('id="diff-1"' in view) == (len(shown) == 2)
 
+    @pytest.mark.parametrize("step", STEPS)
+    def test_a_view_is_small_and_leads_to_the_files_of_its_panes(
+        self, built: BuiltSite, step: str
+    ) -> None:
+        """As links, which need no script, and which `test_has_no_faults` follows."""
+        name = view_name(STEPS[step])
+        text = built.text(str(name))
+        assert len(text.encode()) < 400_000
+        shown = [s for s in (STEPS[step].parent, step) if s is not None]
+        for pane in ("cuda", "ptx", "sass"):
+            code = text[text.index(f'data-pane="{pane}"') :].partition('role="listbox"')[2]
+            code = code[: code.index("</div>")]
+            links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', code)
+            assert [title for _, title in links] == [f"{pane.upper()} of {s}" for s in shown]
+            for address, _ in links:
+                file = built.folder / name.parent / address
+                assert file.read_text(encoding="utf-8").startswith(f'viewPart("{address}", {{')
+
     @pytest.mark.parametrize(
         "step", [s.id for s in STEPS.values() if s.parent and has_tiles(FAMILIES[s.family])]
     )
@@ -118,7 +137,7 @@ class TestRepository:
         self, built: BuiltSite, root: Path
     ) -> None:
         text = built.text("measurements.html")
-        pictures = re.findall(r'<img alt="([^"]+)" src="_images/(\w+).svg"', text)
+        pictures = re.findall(r'<img alt="([^"]+)" [^>]*src="_images/(\w+).svg"', text)
         assert pictures == [(title, name) for name, title in PLOT_TITLES.items()]
         results = load_results(root / RESULTS)
         for length in results.sizes:
@@ -147,8 +166,9 @@ class Reader:
         self.driver = driver
         self._folder = folder
 
-    def open(self, name: str) -> None:
-        self.driver.get((self._folder / name).as_uri())
+    def open(self, name: str, place: str = "") -> None:
+        """Open a page, and go to a place of it, such as `#h2`."""
+        self.driver.get((self._folder / name).as_uri() + place)
 
     @property
     def at(self) -> str:
@@ -268,11 +288,17 @@ def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
 
 @dataclass(frozen=True)
 class Visit:
-    """A page in the browser. widths: of all there is to scroll to, by screen. pictures: widths of
-    their files, 0 for one that is not shown."""
+    """A page in the browser.
+
+    `widths`: of all there is to scroll to, by screen. `pictures`: widths of their files, 0 for one
+    that is not shown. `narrow_pictures`: the pictures on the screen LOW that are not as wide as the
+    text around them. `wide_code`: the code boxes, folds opened, that scroll sideways there.
+    """
 
     widths: dict[str, int]
     pictures: list[int]
+    narrow_pictures: list[str]
+    wide_code: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +319,21 @@ def visits(browser: Any, built: BuiltSite) -> dict[str, Visit]:
                 "return image.naturalWidth; })"
                 ".reduce(async (all, one) => [...await all, await one], [])"
             )
-            found[path.name] = Visit(widths, pictures)
+            reader.screen(LOW)
+            narrow, wide = reader.js(
+                """
+                for (const fold of document.querySelectorAll("article details")) fold.open = true;
+                const pictures = [...document.querySelectorAll("article p > img:only-child")];
+                const boxes = [...document.querySelectorAll("article .highlight pre")];
+                return [
+                  pictures.filter((image) => Math.abs(image.clientWidth
+                    - image.parentElement.clientWidth) > 1).map((image) => image.alt),
+                  boxes.filter((box) => box.scrollWidth > box.clientWidth)
+                    .map((box) => box.textContent.slice(0, 80)),
+                ];
+                """
+            )
+            found[path.name] = Visit(widths, pictures, narrow, wide)
     return found
 
 
@@ -302,12 +342,40 @@ class TestPages:
         """The first ones; that each leads to the next is seen above, in the files."""
         reader.open("index.html")
         read = []
-        reader.find('.sidebar-tree a[href="00_start.html"]').click()
-        for _ in COURSE[:3]:
+        reader.find('.sidebar-tree a[href="lessons.html"]').click()
+        for _ in COURSE[:5]:
             read.append(reader.at)
             assert reader.find(".sidebar-tree .current-page > a").text
             reader.click(reader.find("a.next-page"))
-        assert read == [f"{page.path.stem}.html" for page in COURSE[:3]]
+        assert read == [f"{page.path.stem}.html" for page in COURSE[:5]]
+        assert read[:4] == ["lessons.html", "map.html", "quickstart.html", "00_start.html"]
+
+    @pytest.mark.parametrize("page", [*COURSE][::6], ids=lambda page: page.path.stem)
+    def test_the_menu_is_folded_but_for_the_part_of_the_page(
+        self, reader: Reader, page: Page
+    ) -> None:
+        reader.screen(SMALL)
+        reader.open(f"{page.path.stem}.html")
+        assert [
+            fold.find_element("css selector", "summary").text.lower()
+            for fold in reader.all(".sidebar-tree details[open]")
+        ] == [page.part.lower()]
+        view, entry = reader.js(
+            "return ['.sidebar-scroll', '.sidebar-tree .current-page > a'].map((selector) =>"
+            "document.querySelector(selector).getBoundingClientRect().toJSON())"
+        )
+        assert view["top"] <= entry["top"] and entry["bottom"] <= view["bottom"]
+
+    def test_a_page_outside_the_course_opens_its_own_part(self, reader: Reader) -> None:
+        reader.open("glossary.html")
+        (fold,) = reader.all(".sidebar-tree details[open]")
+        assert fold.find_elements("css selector", 'a[href="#"]')
+
+    def test_without_scripts_every_entry_of_the_menu_is_seen(self, built: BuiltSite) -> None:
+        text = built.text("index.html")
+        tree = text[text.index('class="sidebar-tree"') :]
+        folds = re.findall(r"<details([^>]*)>", tree[: tree.index("</div>")])
+        assert len(folds) > 5 and set(folds) == {" open"}
 
     @pytest.mark.parametrize("screen", SCREENS)
     def test_fit_the_screen(self, visits: dict[str, Visit], screen: str) -> None:
@@ -319,15 +387,23 @@ class TestPages:
         assert any(visit.pictures for visit in visits.values())
         assert [page for page, visit in visits.items() if not all(visit.pictures)] == []
 
+    def test_pictures_are_as_wide_as_the_text(self, visits: dict[str, Visit]) -> None:
+        narrow = {page: visit.narrow_pictures for page, visit in visits.items()}
+        assert {page: found for page, found in narrow.items() if found} == {}
+
+    def test_code_fits_a_window_of_1366_pixels(self, visits: dict[str, Visit]) -> None:
+        wide = {page: visit.wide_code for page, visit in visits.items()}
+        assert {page: found for page, found in wide.items() if found} == {}
+
     def test_the_menu_opens_on_a_narrow_screen(self, reader: Reader) -> None:
         reader.open("index.html")
         reader.screen(NARROW)
-        link = reader.find('.sidebar-tree a[href="00_start.html"]')
+        link = reader.find('.sidebar-tree a[href="lessons.html"]')
         assert reader.js("return arguments[0].getBoundingClientRect().right", link) <= 0
         reader.find(".mobile-header .nav-overlay-icon").click()
         reader.js("document.querySelector('.sidebar-drawer').style.transition = 'none'")
         link.click()
-        assert reader.at == "00_start.html"
+        assert reader.at == "lessons.html"
 
 
 class TestSearch:
@@ -373,6 +449,48 @@ class TestView:
         assert [button.text for button in reader.all("#versions button")] == [STEP.parent, STEP.id]
         reader.find("#course a").click()
         assert reader.at == page_of(STEP)
+
+    def loaded(self, reader: Reader) -> set[str]:
+        """The panes whose files were asked for since the last call."""
+        urls = [url for url in requested_urls(reader.driver) if "/kernels/" in url]
+        return {url.split(".")[-2] for url in urls}
+
+    def test_loads_a_pane_when_it_is_first_looked_at(self, reader: Reader) -> None:
+        """On a phone one by one, with the marks and counts of its lines right from the start."""
+        reader.screen(NARROW)
+        reader.open(str(view_name(STEP)))
+        assert self.loaded(reader) == {"cuda"}
+        assert any(
+            reader.js("return [...document.querySelectorAll('.made')].map(e => e.innerText)")
+        )
+        for pane in ("sass", "ptx"):
+            reader.find(f"[data-tab={pane}]").click()
+            assert reader.wait(f"[data-pane={pane}] .row.cursor")
+            assert self.loaded(reader) == {pane}
+        reader.find("[data-tab=cuda]").click()
+        assert self.loaded(reader) == set()
+
+    @pytest.mark.parametrize("key", ["m", "/"])
+    def test_loads_what_a_key_needs(self, reader: Reader, key: str) -> None:
+        reader.screen(NARROW)
+        reader.open(str(view_name(STEP)))
+        reader.press(key, *("mma.sync" if key == "/" else ""))
+        reader.wait("#detail code" if key == "m" else ".row.hit, #hits:not(:empty)")
+        assert {"ptx", "sass"} <= self.loaded(reader)
+
+    def test_loads_all_panes_for_an_address_that_names_a_line(self, reader: Reader) -> None:
+        reader.open(str(view_name(STEP)), f"#{STEP.id}/sass/120")
+        assert reader.wait("[data-pane=sass] .row.lit").get_attribute("data-key") == "120"
+
+    def test_says_which_file_cannot_be_read(self, browser: Any, built: BuiltSite, tmp_path) -> None:
+        view = view_name(STEP).name
+        (tmp_path / view).write_text(built.text(str(view_name(STEP))), encoding="utf-8")
+        alone = Reader(browser, tmp_path)
+        alone.screen(WIDE)
+        alone.open(view)
+        for pane in ("cuda", "ptx", "sass"):
+            assert f".{pane}.js" in alone.wait(f"[data-pane={pane}] .empty").text
+        assert any("ERR_FILE_NOT_FOUND" in fault for fault in alone.faults())
 
     def share_of_code(self, reader: Reader) -> float:
         """Share of the screen's height that the pane used last gives to code."""

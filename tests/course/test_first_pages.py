@@ -15,7 +15,7 @@ from flash_helpers.course.commands import command_environment
 README, QUICK_START = ROOT / "README.md", ROOT / "docs/quickstart.md"
 
 
-@pytest.mark.parametrize(("page", "limit"), [(README, 150), (QUICK_START, 60)])
+@pytest.mark.parametrize(("page", "limit"), [(README, 120), (QUICK_START, 60)])
 def test_it_is_short(page: Path, limit: int) -> None:
     shown = re.sub(r"<!--.*?-->\n*", "", page.read_text(encoding="utf-8"))
     assert len(shown.splitlines()) <= limit

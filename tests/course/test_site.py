@@ -108,6 +108,26 @@ class TestPages:
         text = self.page(repository, "```\nfor x in S: import\n```")
         assert "<span></span>for x in S: import" in text
 
+    @pytest.mark.parametrize(
+        ("line", "indent"),
+        [
+            ("    int a;", 4),
+            ("-    int a;", 5),
+            ("    // int a;", 7),
+            ("$ run", 2),
+            (60 * "-", 1),  # a rule of a table
+            (60 * " " + "a", 44),
+        ],
+    )
+    def test_long_lines_of_code_are_marked_with_their_indent(
+        self, repository: Path, line: str, indent: int
+    ) -> None:
+        long, short = line.ljust(89, "-"), line.ljust(88, "-")
+        text = self.page(repository, f"```text\n{long}\n{short}\n```")
+        assert re.findall(r'class="long" style="--indent:(\d+)ch">([^<]*)<', text) == [
+            (str(indent), long)
+        ]
+
     def test_links_lead_to_pages_and_places(self, repository: Path) -> None:
         text = self.page(
             repository, "[a](00_start.md#the-idea) [b](../README.md) [c](#more)\n\n## More"

@@ -20,6 +20,7 @@ from benchmark_results import (
     synthetic_results,
     with_rates,
 )
+from browser import open_browser
 from drawn_figure import collisions
 from fake_backend import ROOT, load_tool
 from matplotlib.axes import Axes
@@ -27,6 +28,8 @@ from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
 from test_benchmark import update_tables
 
+from flash_helpers.course.stairs import stairs_path
+from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.measure import plots
 from flash_helpers.measure.plots import (
     PROGRESSION,
@@ -182,6 +185,45 @@ def test_no_text_is_crossed_by_a_line_or_meets_another(root: Path, panel: str, f
     assert collisions(plot_figure(description(results, [panel]), [panel])) == []
 
 
+_STRUCK = """
+const boxes = [...document.querySelectorAll("text")].map((text) => {
+  const { left, right, top, bottom } = text.getBoundingClientRect(); // with room for accents
+  const margin = (bottom - top) / 6;
+  return { name: text.textContent, left, right, top: top + margin, bottom: bottom - margin };
+});
+const found = [];
+for (const path of document.querySelectorAll("path")) {
+  const style = getComputedStyle(path);
+  if (style.stroke === "none" || path.closest("defs")) continue;
+  const place = path.getScreenCTM();
+  for (let at = 0; at <= path.getTotalLength(); at++) {
+    const { x, y } = path.getPointAtLength(at).matrixTransform(place);
+    for (const box of boxes) {
+      if (x > box.left && x < box.right && y > box.top && y < box.bottom) found.push(box.name);
+    }
+  }
+}
+boxes.forEach((a, n) => boxes.slice(n + 1).forEach((b) => {
+  if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom) {
+    found.push(`${a.name} and ${b.name}`);
+  }
+}));
+return [...new Set(found)];
+"""
+
+
+@pytest.mark.slow
+def test_no_text_of_a_committed_plot_is_crossed_in_a_browser(root: Path, tmp_path: Path) -> None:
+    """The files may be older than the code that draws them."""
+    pictures = [*PLOTS, *map(stairs_path, FAMILIES)]
+    with open_browser(tmp_path) as browser:
+        struck = {}
+        for picture in pictures:
+            browser.get((root / picture).as_uri())
+            struck[str(picture)] = browser.execute_script(_STRUCK)
+    assert {picture: texts for picture, texts in struck.items() if texts} == {}
+
+
 def test_the_test_of_crossed_texts_finds_them() -> None:
     def draw(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1])
@@ -246,7 +288,7 @@ def test_the_benchmark_measures_nothing_if_it_could_not_draw_it(
 ) -> None:
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert pt_bench.main(["--plot", str(tmp_path / "a.svg")]) == 2
-    assert capsys.readouterr().err.startswith("plots are drawn by matplotlib")
+    assert capsys.readouterr().err.startswith("plots need matplotlib")
 
 
 # The files in docs/images

@@ -77,7 +77,7 @@ class TestFormats:
         monkeypatch.setattr("flash_helpers.measure.machine_code.ARCHITECTURE", "sm_10")
         status, out, err = run_tool(capsys, TOOL, "16")
         latest = ARCHITECTURES[-1]
-        assert (status, err) == (0, f"the library holds nothing for sm_10: this is {latest}\n")
+        assert (status, err) == (0, f"the library has no code for sm_10: this is {latest}\n")
         assert out.startswith(f"1 kernel, bf16, {latest}, compiled by")
 
     def test_html_is_one_file(self, capsys, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ class TestSource:
         page = tmp_path / "page.html"
         status, out, err = run_tool(capsys, tool, "8", "9", "--source", "--html", page)
         assert (status, err) == (0, "")
-        assert "forward_kernel.cuh is not at hand" in out
+        assert "forward_kernel.cuh is missing" in out
         assert "No measurement of these kernels" in out
         assert "is not in this page" in page.read_text()
 

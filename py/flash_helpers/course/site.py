@@ -200,9 +200,10 @@ class _Build:
         with bar(total=total, desc="site", unit="page", leave=False) as progress:
             warnings = self._render(names, steps, progress.update)
             for view in step_views(self.evidence, steps):
-                path = self.built / view.name
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(view.text, encoding="utf-8")
+                for name, text in view.files():
+                    path = self.built / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text, encoding="utf-8")
                 warnings += [
                     f"{view.name} cannot show {source}: the installed library was built from "
                     "another one; build it again (pip install .)"

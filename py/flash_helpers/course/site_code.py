@@ -11,7 +11,9 @@ from pygments.formatters import HtmlFormatter
 from flash_helpers.course.excerpts import COLUMNS
 
 _TAG = re.compile(r"<[^>]*>")
-_INDENT = re.compile(r"[-+$|/ ]*")  # with the mark of a diff, a prompt, or what begins a comment
+# With the mark of a diff, and a prompt or what begins a comment.
+_INDENT = re.compile(r"[-+|]? *(?:\$ |// )?")
+_MOST_INDENTED = COLUMNS // 2  # for the parts of a line below its first
 
 
 class WrappingFormatter(HtmlFormatter[str]):
@@ -27,5 +29,6 @@ def _marked(line: str) -> str:
     text = html.unescape(_TAG.sub("", line)).rstrip("\n")
     if len(text) <= COLUMNS:
         return line
-    indent = re.match(_INDENT, text)
-    return f'<span class="long" style="--indent:{len(indent[0])}ch">{line.rstrip()}</span>\n'
+    found = _INDENT.match(text)
+    indent = min(len(found[0]) if found else 0, _MOST_INDENTED)
+    return f'<span class="long" style="--indent:{indent}ch">{line.rstrip()}</span>\n'

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.builders.html import StandaloneHTMLBuilder
 from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
@@ -55,6 +56,7 @@ class SitePages:
         app.connect("doctree-read", self._read, priority=_BEFORE_SPHINX)
         app.connect("html-collect-pages", self._more_pages)
         app.connect("html-page-context", self._written, priority=_AFTER_FURO)
+        assert isinstance(app.builder, StandaloneHTMLBuilder)
         app.builder.highlighter.formatter = WrappingFormatter
 
     def _read(self, app: Sphinx, document: nodes.document) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from flash_helpers.console.tables import Table
@@ -19,22 +19,31 @@ from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
 from flash_helpers.sass.read.records import SourceLine
 from flash_helpers.sass.show.comparison_page import page_facts
-from flash_helpers.sass.show.page import PageKernel, page_html, read_sources
+from flash_helpers.sass.show.page import PANES, PageKernel, page_html, read_sources
+from flash_helpers.sass.show.page_parts import pane_scripts
 
 VIEWS = PurePosixPath("views")  # folder of the site
+KERNELS = "kernels"  # folder of the views, with the panes of each kernel
 
 
 @dataclass(frozen=True)
 class View:
     """A page with the CUDA, PTX and SASS of a step.
 
-    name: of its file, relative to the site. missing: the kernels' own files that it cannot show,
-    because the library was built from other ones.
+    `name`: of its file, relative to the site. `missing`: the kernels' own files that the page
+    cannot show, because the library was built from other ones. `panes`: texts of the script files
+    that the page loads, by name, relative to the site; those that an earlier view has are left out.
     """
 
     name: PurePosixPath
     text: str
     missing: tuple[str, ...]
+    panes: Mapping[PurePosixPath, str] = field(default_factory=dict)
+
+    def files(self) -> Iterator[tuple[PurePosixPath, str]]:
+        """Name, relative to the site, and text of each file."""
+        yield self.name, self.text
+        yield from self.panes.items()
 
 
 def view_name(step: Step) -> PurePosixPath:
@@ -63,6 +72,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
         kernel = evidence.facts(config, DEFAULT_ARCHITECTURE).kernel
         return ptx_sources(kernel, ptx_path(config).read_text(encoding="utf-8"))
 
+    written: set[str] = set()
     for step in STEPS.values():
         configs = with_parent(step)
         found = [evidence.facts(config, DEFAULT_ARCHITECTURE) for config in configs]
@@ -78,9 +88,27 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
         ]
         sources = read_sources([facts.kernel for facts in found], evidence.root)
         nav = _links(step, pages)
-        text = page_html(shown, sources, view_title(step), nav=nav, shown=len(shown) - 1)
+        files = [_pane_files(config) for config in configs]
+        text = page_html(
+            shown, sources, view_title(step), nav=nav, shown=len(shown) - 1, files=files
+        )
+        panes = {
+            VIEWS / name: script
+            for page, names in zip(shown, files, strict=True)
+            if not written.issuperset(names.values())
+            for name, script in pane_scripts(
+                page, read_sources([page.kernel], evidence.root), names
+            )
+        }
+        written.update(name for names in files for name in names.values())
         own = (str(config.step.source) for config in configs)
-        yield View(view_name(step), text, tuple(path for path in own if path not in sources))
+        missing = tuple(path for path in own if path not in sources)
+        yield View(view_name(step), text, missing, panes)
+
+
+def _pane_files(config: Config) -> dict[str, str]:
+    """The script file of each pane of a kernel, relative to the views."""
+    return {pane: f"{KERNELS}/{config.short_form()}.{pane}.js" for pane in PANES}
 
 
 def _links(step: Step, pages: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
 """Benchmark results as SVG: percent of FlashAttention-2 by step, and TFLOP/s by sequence length.
 
-The picture has no background and its lines and letters are of middle brightness, so that it reads
-on a light page and on a dark one. The numbers that were plotted ride in its description: whether a
-picture shows what the data says can be told without drawing it again, and whatever the release of
-matplotlib (`plotted_numbers`).
+The picture has no background, and its lines and letters have middle brightness, so that it is
+legible on a light page and on a dark one. Its description holds the plotted numbers
+(`plotted_numbers`), so that a check against the data needs no new drawing and does not depend on
+the release of matplotlib.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 PROGRESSION = "progression"
 SEQ_LEN = "seq_len"
-MILESTONE_GAIN = 1.05  # a step is drawn by length if its mean is so much over all before it
+MILESTONE_GAIN = 1.05  # a step is drawn by length if its mean exceeds all before it by this factor
 
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 _WIDTH, _PANEL_HEIGHT = 9.0, 4.2  # inches
-TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark background
+TEXT = "#7a828b"  # contrast over 3.8 : 1 on white and on GitHub's dark background
 _GRID = "#7a828b40"
 _LABEL_LEADING = 12  # points from one label of a line to the next
 BLUE, ORANGE = "#2f81f7", "#db6d28"
@@ -61,7 +61,7 @@ _STEP_COLORS = (
     ORANGE,
     "#e5534b",
 )
-# Any, since the type of matplotlib names every key
+# Any, since matplotlib's type lists every key.
 _STYLE: Mapping[Any, object] = MappingProxyType(
     {
         "svg.hashsalt": "flash_helpers",
@@ -81,13 +81,13 @@ Numbers = Mapping[str, Any]
 
 
 class PlotError(RuntimeError):
-    """No picture can be drawn; the message says why."""
+    """A picture cannot be drawn; the message says why."""
 
 
 def require_plotting() -> None:
     """Raise PlotError, with the way out, where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError("plots are drawn by matplotlib, which is not here: pip install matplotlib")
+        raise PlotError("plots need matplotlib, which is not installed: pip install matplotlib")
 
 
 def _rounded(value: float | None, factor: float = 1) -> float | None:
@@ -99,11 +99,11 @@ def _stairs(results: BenchmarkResults, dtype: str) -> Iterable[Stair]:
 
 
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
-    """By step, of the families that were measured: percent of PyTorch's flash backend in the
-    harmonic mean over all lengths, at the fixed tile, at the large one, and there with a stride
-    read at run time; and the same of what stands beside them.
+    """Numbers of the panel by step: percent of PyTorch's flash backend in the harmonic mean over
+    all lengths, for each step of the measured families and for the contenders beside them. Steps
+    are at the fixed tile, at the large tile, and at the large tile with a stride read at run time.
 
-    Raises PlotError if no step or not the flash backend was measured at every length.
+    Raises PlotError if no step was measured at every length, or the flash backend was not.
     """
     measured = measured_families(results.names(dtype))
     found = [own for own in _stairs(results, dtype) if own.step.family in measured]
@@ -131,8 +131,8 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
 
 def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
-    """Names of the kernels to draw, with their labels: of each step the faster tile, if it gained,
-    and of the last step of each family that was measured."""
+    """Names and labels of the kernels to draw: the faster tile of each step that gained, and of the
+    last measured step of each family."""
     measured = []
     highest = 0.0
     for own in _stairs(results, dtype):
@@ -155,7 +155,8 @@ def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
 
 
 def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
-    """TFLOP/s by sequence length of the libraries and of the steps that gained, by label.
+    """Numbers of the panel by length: TFLOP/s of the libraries and of the steps that gained, by
+    label.
 
     Raises PlotError if nothing was measured.
     """
@@ -182,9 +183,9 @@ _NUMBERS: Mapping[str, Callable[[BenchmarkResults, str], Numbers]] = MappingProx
 
 
 def description(results: BenchmarkResults, panels: Sequence[str]) -> str:
-    """Description of a picture of the panels: the GPU and the numbers that it shows, as JSON.
+    """Description of a picture of the panels: the GPU and the plotted numbers, as JSON.
 
-    Raises PlotError if there are none, ValueError if nothing was measured at all.
+    Raises PlotError if a panel has no numbers, ValueError if nothing was measured at all.
     """
     dtype = main_dtype(results)
     numbers = {panel: _NUMBERS[panel](results, dtype) for panel in panels}
@@ -192,7 +193,7 @@ def description(results: BenchmarkResults, panels: Sequence[str]) -> str:
 
 
 def plotted_numbers(svg: str) -> str:
-    """The `description` that a picture was drawn with; empty if it has none."""
+    """The `description` in a picture; "" if the picture has none."""
     try:
         found = ElementTree.fromstring(svg).find(f".//{_DESCRIPTION}")
     except ElementTree.ParseError:
@@ -213,9 +214,9 @@ def drawable_panels(results: BenchmarkResults) -> list[str]:
 def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
     """Text of an SVG file with the panels, PROGRESSION and SEQ_LEN, one below the other.
 
-    The same results give the same text with one release of matplotlib.
+    The same results and the same release of matplotlib give the same text.
 
-    Raises PlotError without matplotlib, or if there is no panel or no number for one.
+    Raises PlotError without matplotlib, without panels, or if a panel has no numbers.
     """
     if not panels:
         raise PlotError("there is nothing to draw: no kernel was measured at every length")
@@ -225,7 +226,7 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
 
 
 def plot_figure(said: str, panels: Sequence[str]) -> Figure:
-    """The panels of a description. Raises PlotError without matplotlib."""
+    """Draw the panels of a description. Raises PlotError without matplotlib."""
     numbers = json.loads(said)
 
     def draw(*rows: Axes) -> None:
@@ -239,8 +240,8 @@ def plot_figure(said: str, panels: Sequence[str]) -> Figure:
 
 
 def drawn_figure(draw: Callable[..., None], size: tuple[float, float], n_panels: int = 1) -> Figure:
-    """A figure with one panel below the other, each of that size in inches, in the style of this
-    module. draw: called with the axes of all panels.
+    """Draw a figure of panels below each other in the style of this module. size: of each panel, in
+    inches. draw: called with the axes of all panels.
 
     Raises PlotError without matplotlib.
     """
@@ -310,10 +311,10 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     lines = numbers["lines"]
     for height in lines.values():
         axes.axhline(height, color=TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
-    axes.grid(visible=False)  # each height has its number
+    axes.grid(visible=False)  # each step is labelled with its number
     axes.set_ylim(0, 1.08 * max(v for v in (*fixed, *large, *lines.values()) if v is not None))
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_xticks(range(len(steps)), steps)
+    axes.set_xticks(range(len(steps)), steps, fontsize=9.5)
     axes.set_ylabel("% of flash")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.08), ncols=3, frameon=False)
     label_lines(axes, [(height, label, TEXT) for label, height in lines.items()])
@@ -370,13 +371,13 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
 
 
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write labels to the right of the axes, apart from one another, each led to by its line.
+    """Write labels to the right of the axes, spaced apart, with a line from each curve to its own.
 
-    ends: height at the right edge, label and colour of each line. The height of the axes in data
-    must not change afterwards.
+    ends: height at the right edge, label and colour of each curve. The axes' limits must not change
+    afterwards.
     """
     bottom, top = axes.get_ylim()
-    inches = axes.figure.get_figheight() * axes.get_position().height
+    inches = axes.bbox.height / axes.figure.dpi
     distance = _LABEL_LEADING / 72 / inches * (top - bottom)
     places = _apart([height for height, _, _ in ends], distance)
     beside = axes.get_yaxis_transform()  # 1 is the right edge, heights are data
@@ -387,8 +388,8 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _apart(heights: Sequence[float], distance: float) -> list[float]:
-    """The heights with neighbours `distance` apart at least; closer ones become a group around
-    their own mean."""
+    """Heights moved so that neighbours are at least `distance` apart; close ones become a group
+    around their mean."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     groups: list[list[int]] = []
 

@@ -1,4 +1,5 @@
-"""Listings without what moves when an instruction does, so that two can be compared by diff."""
+"""Listings without the parts that change when an instruction moves, so that diff can compare two of
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def clean(text: str, name: str) -> str:
     """The code of a listing without addresses, encodings, source lines and live registers.
 
     Jumps go to labels, numbered in each function from its start; labels that no instruction names
-    are left out. name: of the file, for errors. Raises SassError for a text that is no listing.
+    are left out. `name`: name of the file, for errors. Raises SassError for a text that is no
+    listing.
     """
     functions = parse_listing(text, name)
     return "\n".join("\n".join(_lines(function)) + "\n" for function in functions)
@@ -55,16 +57,17 @@ def _lines(function: ListedFunction) -> Iterator[str]:
 
 
 def _target(line: Line) -> int | None:
-    """The address that an instruction jumps to, or waits at."""
+    """The address to which an instruction jumps, or at which it waits."""
     found = _TARGET.search(line.text) if _NAMES_AN_ADDRESS.match(line.instruction[1]) else None
     return int(found[1], 16) if found else None
 
 
 DESCRIPTION = """\
-Print the code of a SASS listing without what moves when an instruction does, so that two can be
-compared by diff: addresses, encodings, source lines, live registers, sizes. Jumps go to labels,
-numbered in each function from its start; labels that no instruction names are left out. LISTING is
-what nvdisasm, cuobjdump -sass or tools/build/extract_sass.py print; - reads standard input.
+Print the code of a SASS listing without the parts that change when an instruction moves: addresses,
+encodings, source lines, live registers, sizes. diff can then compare two listings. Jumps go to
+labels, numbered in each function from its start; labels that no instruction names are left out.
+LISTING is the output of nvdisasm, cuobjdump -sass or tools/build/extract_sass.py; - reads standard
+input.
 Registers stay as they are: tools/analysis/compare_kernels.py --sass compares without their names.
 """
 

@@ -12,7 +12,7 @@ from flash_helpers.sass.show.picture import overview_html
 
 
 def page_facts(facts: KernelFacts, timed: str) -> list[tuple[str, str]]:
-    """Facts of a kernel above its panes. timed: the launch of the speed, in words."""
+    """Facts of a kernel above its panes. `timed`: the launch of the speed, in words."""
     resources, loop, occupancy = facts.kernel.resources, facts.phases.main_loop, facts.occupancy
     stored, loaded = resources.spill_store_bytes, resources.spill_load_bytes
     found = [
@@ -44,8 +44,8 @@ def comparison_page(
 ) -> str:
     """The page of all kernels of a matrix; the last one is shown first.
 
-    ptx: of each kernel, as nvcc wrote it, or ""; it tells the CUDA lines of PTX that became no
-    SASS. sources: as for `page.page_html`. title: the architectures are added to it.
+    `ptx`: PTX of each kernel, as nvcc wrote it, or ""; it has the CUDA lines of PTX that became no
+    SASS. `sources`: as in `page.page_html`. `title`: title to which the architectures are added.
     """
     kernels = [
         PageKernel(

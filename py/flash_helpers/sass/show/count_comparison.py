@@ -12,7 +12,7 @@ from flash_helpers.sass.show.listing_counts import OpcodeCounts
 
 @dataclass(frozen=True)
 class Change:
-    """Numbers of an opcode that do work, before and after."""
+    """Numbers of working instructions of one opcode, before and after."""
 
     opcode: str
     before: int
@@ -20,12 +20,12 @@ class Change:
 
     @property
     def delta(self) -> int:
-        """After less before."""
+        """The number after less the number before."""
         return self.after - self.before
 
     @property
     def percent(self) -> float | None:
-        """The change in percent of what was before; None if that was nothing."""
+        """The change in percent of the number before; None if that was 0."""
         return 100 * self.delta / self.before if self.before else None
 
 
@@ -34,7 +34,7 @@ COMPARISON_COLUMNS = ("opcode", "before", "after", "delta", "percent")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two countings. changes: every opcode of either, the largest change first, then by name."""
+    """Two countings. `changes`: every opcode of either, the largest change first, then by name."""
 
     before: OpcodeCounts
     after: OpcodeCounts
@@ -46,7 +46,7 @@ class Comparison:
         return Change("total", self.before.work.total(), self.after.work.total())
 
     def shown(self, unchanged: bool) -> list[Change]:
-        """The changes, with those of nothing if `unchanged`."""
+        """The changes, with unchanged opcodes if `unchanged`."""
         return [change for change in self.changes if unchanged or change.delta]
 
     def notes(self) -> list[str]:
@@ -68,7 +68,7 @@ class Comparison:
         return found
 
     def summary(self) -> str:
-        """One line."""
+        """The comparison in one line."""
         changed = len(self.shown(unchanged=False))
         total = self.total
         text = (

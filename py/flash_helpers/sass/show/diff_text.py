@@ -20,7 +20,7 @@ def _cells(name: str, tally: Tally) -> list[str]:
 
 
 def summary_text(diff: KernelDiff, names: tuple[str, str]) -> str:
-    """Numbers of instructions by their likeness, and by phase and class of opcode."""
+    """Numbers of instructions by likeness, and by phase and class of opcode."""
     n_before, n_after = len(diff.before.instructions), len(diff.after.instructions)
     architectures = dict.fromkeys((diff.before.architecture, diff.after.architecture))
     verdict = (
@@ -104,7 +104,7 @@ def diff_text(diff: KernelDiff, names: tuple[str, str]) -> str:
 
 
 def diff_as_json(diff: KernelDiff, names: tuple[str, str]) -> dict[str, Any]:
-    """The same for a machine; what is alike is left out of the changes."""
+    """The same for a machine; instructions that are alike are left out of the changes."""
     return {
         "before": names[0],
         "after": names[1],

@@ -28,9 +28,10 @@ _ADDRESS_AT_END = re.compile(r"0x([0-9a-f]+)$")
 
 
 def listing_text(kernel: Kernel, offsets: bool = True) -> str:
-    """A kernel as text, an instruction a line.
+    """A kernel as text, one instruction per line.
 
-    The code is written as nvdisasm writes it, so that what reads its listings reads this one::
+    The code is written as nvdisasm writes it, so that programs which read its listings read this
+    one::
 
         // kernel NAME                                                       comments
         // origin, compiler, resources: "name value" joined by ", "
@@ -52,7 +53,7 @@ def listing_text(kernel: Kernel, offsets: bool = True) -> str:
     - The CUDA line as FILE:LINE, then " < " and each line it was inlined at. Left out without line
       information.
 
-    offsets: False leaves out addresses, encodings, live registers and line numbers, all of which
+    `offsets`: False leaves out addresses, encodings, live registers and line numbers, all of which
     shift with every inserted instruction, so that `diff` shows what changed.
     """
     labels = _labels(kernel)
@@ -140,7 +141,7 @@ def _instruction_line(instruction: Instruction, labels: Mapping[int, str], offse
 def graph_text(kernel: Kernel, offsets: bool = True) -> str:
     """The basic blocks as a graph in the language of Graphviz, each loop in a frame.
 
-    Of long blocks the first and last instructions are shown. offsets: False leaves out addresses.
+    Of long blocks the first and last instructions are shown. `offsets`: False leaves out addresses.
     """
     labels = _labels(kernel)
     lines = [
@@ -195,8 +196,8 @@ ReadableName = Callable[[str], str]  # of a symbol
 
 
 def kernel_list_text(kernels: Sequence[FoundKernel], name: ReadableName = str) -> str:
-    """A line each: architecture, symbol, another name of it if it has one, whether it is a device
-    function, and of those that are in the file several times, the member."""
+    """One line per kernel: architecture, symbol, another name if it has one, whether it is a device
+    function, and the member if the file holds it several times."""
     times = Counter(kernel.found for kernel in kernels)
     rows = []
     for kernel in kernels:
@@ -212,8 +213,8 @@ def kernel_list_text(kernels: Sequence[FoundKernel], name: ReadableName = str) -
 
 
 class FileNames:
-    """Names of files, all different, for kernels or modules. suffix: of all of them. name: what a
-    symbol is called."""
+    """Names of files, all different, for kernels or modules. `suffix`: suffix of all names. `name`:
+    returns the name for a symbol."""
 
     def __init__(self, suffix: str, name: ReadableName = str) -> None:
         self._suffix = suffix
@@ -221,7 +222,7 @@ class FileNames:
         self._given: set[str] = set()
 
     def of(self, architecture: str, symbol: str) -> str:
-        """One more."""
+        """The file name for one more symbol."""
         stem = re.sub(r"[^\w.$-]", "_", self._name(symbol))
         if len(stem) > _LONGEST_NAME:
             stem = f"{stem[:_LONGEST_NAME]}_{hashlib.sha256(symbol.encode()).hexdigest()[:8]}"
@@ -233,7 +234,7 @@ class FileNames:
 
 
 def write_files(folder: Path, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Write each text into the file of its name, and tell the file's path, a line each.
+    """Write each text into the file of its name, and return the files' paths, one per line.
 
     Raises OSError.
     """
@@ -244,8 +245,8 @@ def write_files(folder: Path, texts: Iterable[tuple[str, str]]) -> Iterator[str]
 
 @dataclass(frozen=True)
 class PtxText:
-    """The PTX of one module. name: without suffix. architecture: what it was compiled to, or for.
-    symbols: of its kernels.
+    """The PTX of one module. `name`: without suffix. `architecture`: the architecture that it was
+    compiled to, or for. `symbols`: symbols of its kernels.
 
     Line N of `text` is line N of the line table of a cubin that it is embedded in.
     """
@@ -259,9 +260,10 @@ class PtxText:
 def ptx_texts(
     path: Path, architecture: str | None, names: Iterable[str], member: str = ""
 ) -> list[PtxText]:
-    """The PTX in a file: that which -lineinfo put into its cubins, else its PTX members.
+    """The PTX in a file: the text that -lineinfo put into its cubins, or else its PTX members.
 
-    architecture, names, member: as for `reader.iter_kernels`. Raises SassError if there is none.
+    `architecture`, `names`, `member`: as in `reader.iter_kernels`. Raises SassError if there is
+    none.
     """
     there = members_of(path)
     if member:

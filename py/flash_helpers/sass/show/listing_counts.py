@@ -1,4 +1,4 @@
-"""Instructions counted by opcode: of a listing, a file of counts or machine code."""
+"""Instructions counted by opcode, in a listing, a file of counts or machine code."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _HEAD_BYTES = 4096  # that tell machine code from text
 class OpcodeCounts:
     """Numbers of each opcode in some code.
 
-    work: what is executed, or predicated and so may be; of a file of bare counts, what it says.
-    by_bucket: opcodes by what becomes of them; None where a file of counts does not tell.
-    functions: how many they were counted in; None where a file of counts does not tell.
-    compiler: of machine code, such as "ptxas 13.0.88"; "" where nothing tells.
+    `work`: executed and predicated instructions, or the numbers of a file of bare counts.
+    `by_bucket`: opcodes by their bucket; None where a file of counts does not tell. `functions`:
+    number of counted functions; None where a file of counts does not tell. `compiler`: compiler of
+    machine code, such as "ptxas 13.0.88"; "" where unknown.
     """
 
     work: Counter[str]
@@ -62,7 +62,7 @@ class OpcodeCounts:
         return replace(self, work=_bases(self.work), by_bucket=by_bucket or None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Opcode, and the numbers of COUNT_COLUMNS: most work first, None where it is not known."""
+        """Opcode, and the numbers of COUNT_COLUMNS: most work first, None for unknown numbers."""
         opcodes = set(self.work).union(*(self.by_bucket or {}).values())
         ordered = sorted(opcodes, key=lambda name: (-self.work[name], name))
         return [{"opcode": o, **self._numbers(itemgetter(o))} for o in ordered]
@@ -106,11 +106,11 @@ def load_counts(
 ) -> OpcodeCounts:
     """Count what a file holds: a listing, a file of counts, or machine code.
 
-    function: which one, as `choice.matching` takes it; "" or None takes all, together.
-    architecture: such as "sm_90"; needed where the file holds several. member, progress: as for
-    `reader.load_kernels`.
+    `function`: name of the function, as in `choice.matching`; "" or None takes all together.
+    `architecture`: such as "sm_90"; needed where the file holds several. `member`, `progress`: as
+    for `reader.load_kernels`.
 
-    Raises OSError if the file cannot be read, and SassError for what is none of these, and for a
+    Raises OSError if the file cannot be read, and SassError for a file of another kind, and for a
     function, an architecture or a member that is not in it.
     """
     with path.open("rb") as file:  # once: a pipe cannot be read again
@@ -207,11 +207,11 @@ def counts_as_json(counts: OpcodeCounts) -> str:
 
 
 DESCRIPTION = """\
-Count the instructions of SASS by opcode, most first. count: those that do work, which are executed
-(no guard) or predicated (a guard decides). Left out of it: filler (@!PT, @!UPT: never executed) and
-padding (what fills the section behind the code). FILE is a listing of nvdisasm, cuobjdump -sass or
-extract_sass.py, or machine code: a cubin, an object file, a library. A listing of nvdisasm -plr
-does not show all padding.
+Count the instructions of SASS by opcode, most frequent first. The column count has instructions
+that do work: executed (no guard) or predicated (a guard decides). It leaves out filler (@!PT,
+@!UPT: never executed) and padding (which fills the section behind the code). FILE is a listing of
+nvdisasm, cuobjdump -sass or extract_sass.py, or machine code: a cubin, an object file, a library.
+A listing of nvdisasm -plr does not show all padding.
 """
 
 EXAMPLES = """\
@@ -246,9 +246,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a tool that counts files needs to know of each: --function, --arch and --base."""
+    """Add the options of a tool that counts files: --function, --arch and --base."""
     parser.add_argument(
-        "--function", metavar="NAME", help="another way to give the NAME (default: all, together)"
+        "--function",
+        metavar="NAME",
+        help="another way to give NAME (default: all functions together)",
     )
     parser.add_argument("--arch", metavar="sm_NN", help="needed where a file holds several")
     parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")

@@ -1,4 +1,4 @@
-"""The progression matrix as tables: for a terminal, Markdown, CSV and JSON; a row a kernel."""
+"""The progression matrix as tables: for a terminal, Markdown, CSV and JSON; one row per kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flash_helpers.sass.analyse.matrix import (
 _WIDTH = 118
 _RESOURCE_HEADERS = (
     "", "registers", "spilled bytes\nstored/loaded", "stack\nbytes", "shared memory\nbytes",
-    "blocks\nan SM", "warps\nan SM", "limited by", "instructions\nof the text",
+    "blocks\nper SM", "warps\nper SM", "limited by", "instructions\nof the text",
 )  # fmt: skip
 _PER_HMMA = tuple(name for name in GROUP_NAMES if name != "tensor")
 _COUNT_HEADERS = ("", "main\nloop", "HMMA", "all per\nHMMA", *_PER_HMMA, "filler")
@@ -235,7 +235,7 @@ def facts_as_dict(facts: KernelFacts) -> dict[str, Any]:
 
 
 def matrix_csv(matrix: Matrix) -> str:
-    """A row a kernel. What names some kernels and not others is empty of these."""
+    """CSV with one row per kernel. A name that only some kernels have is empty for the others."""
     columns = dict.fromkeys((name for facts in matrix.rows for name in facts.identity), "")
     return records_csv([{**columns, **facts_as_dict(facts)} for facts in matrix.rows])
 
@@ -250,7 +250,7 @@ def counts_as_dict(counts: Counts) -> dict[str, Any]:
 
 
 def matrix_json(matrix: Matrix) -> dict[str, Any]:
-    """Everything that the tables tell, and the opcodes and classes of each phase."""
+    """All contents of the tables, and the opcodes and classes of each phase."""
     kernels = [
         {
             "name": name,

@@ -1,10 +1,9 @@
-"""One self-contained page: CUDA, PTX and SASS of kernels, each line linked to what was made of it,
-and each kernel as a diff against the one before it. It loads nothing from anywhere."""
+"""One self-contained page: CUDA, PTX and SASS of kernels, each line linked to the lines made of it,
+and each kernel as a diff against the one before it. Without `files` it loads no other files."""
 
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import re
 from collections import defaultdict
@@ -57,6 +56,8 @@ _PIPE_NUMBER = {name: number for number, name in enumerate(_PIPES)}
 _INSTRUCTION = re.compile(r"(?:@!?%\w+\s+)?([a-z]\w*)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
+PANES: Mapping[str, str] = {"cuda": "CUDA", "ptx": "PTX", "sass": "SASS"}  # name: title
+
 T = TypeVar("T", bound=Hashable)
 
 
@@ -64,8 +65,8 @@ T = TypeVar("T", bound=Hashable)
 class PageKernel:
     """A kernel of the page.
 
-    name: short, for the picker. title: what else there is to say of it, or "". facts: pairs of a
-    term and its value. ptx_sources: the CUDA lines of PTX lines, innermost first, as
+    `name`: short name for the picker. `title`: a further description, or "". `facts`: pairs of a
+    term and its value. `ptx_sources`: the CUDA lines of PTX lines, innermost first, as
     `ptx_links.ptx_sources` finds them; what is not in it is taken from the SASS that the line
     became.
     """
@@ -78,7 +79,7 @@ class PageKernel:
 
 
 class _Numbering(dict[T, int]):
-    """Things by their number, in the order in which they were first asked for."""
+    """Items by their number, in the order in which they were first asked for."""
 
     def __missing__(self, thing: T) -> int:
         return self.setdefault(thing, len(self))
@@ -92,14 +93,17 @@ def page_html(
     nav: str = "",
     overview: str = "",
     shown: int = 0,
+    files: Sequence[Mapping[str, str]] = (),
 ) -> str:
-    """The page. Each kernel but the first is shown as a diff against the one before it.
+    """The HTML of the page. Each kernel but the first is shown as a diff against the one before it.
 
-    sources: texts of the CUDA files, by the paths that the kernels' line tables have, such as
-    `read_sources` finds them; those that are not in it are named, but not shown.
-    nav: HTML with links to other pages. overview: HTML to stand above the panes, such as
-    `picture.overview_html` makes.
-    shown: index of the kernel that is shown first.
+    `sources`: texts of the CUDA files, by the paths that the kernels' line tables have, such as
+    `read_sources` finds them; other files are named, but not shown. `nav`: HTML with links to other
+    pages. `overview`: HTML to stand above the panes, such as `picture.overview_html` makes.
+    `shown`: index of the kernel that is shown first. `files`: for each kernel the script file of
+    each pane, by the pane's name, relative to the page, as `page_parts.pane_scripts` makes them;
+    the page loads a file when its pane is first looked at. Without `files` the page holds all of
+    it, and loads nothing.
     """
     named = {line.file for page in kernels for i in page.kernel.instructions for line in i.source}
     index = {
@@ -115,19 +119,23 @@ def page_html(
                 "title": page.title,
                 "symbol": demangled(page.kernel.symbol),
                 "facts": [list(fact) for fact in page.facts],
+                **({"panes": dict(files[number])} if files else {}),
             }
-            for page in kernels
+            for number, page in enumerate(kernels)
         ],
-        "sources": {path: text for path, text in sources.items() if path in named},
+        "sources": {} if files else {p: text for p, text in sources.items() if p in named},
     }
-    lines = [_ptx_lines(page.kernel) for page in kernels]
-    data = {
-        f"kernel-{number}": _kernel_data(page, lines[number]) for number, page in enumerate(kernels)
-    }
-    for number, (before, after) in enumerate(itertools.pairwise(kernels), start=1):
-        ptx = [line for _, line in lines[number - 1]], [line for _, line in lines[number]]
-        data[f"diff-{number}"] = _diff_data(before.kernel, after.kernel, ptx, sources)
+    data = {}
+    for number, page in enumerate(kernels):
+        if not files:
+            data[f"kernel-{number}"] = kernel_data(page)
+        if number:
+            before = kernels[number - 1].kernel
+            data[f"diff-{number}"] = _diff_data(before, page.kernel, sources)
+    names = [page.name for page in kernels]
     parts = {
+        **{pane: _pane_links(title, pane, names, files) for pane, title in PANES.items()},
+        "loaded": " 'self' file:" if files else "",
         "title": html.escape(title),
         "style": _asset("page.css"),
         "nav": nav,
@@ -142,11 +150,22 @@ def page_html(
     return re.sub(r"@(\w+)@", lambda match: parts[match[1]], _asset("page.html"))
 
 
-def read_sources(kernels: Iterable[Kernel], root: Path) -> dict[str, str]:
-    """The texts of the files that kernels were made of, by the paths of their line tables.
+def _pane_links(
+    title: str, pane: str, names: Sequence[str], files: Sequence[Mapping[str, str]]
+) -> str:
+    """What stands in a pane until its files are loaded: links to them, which need no script."""
+    links = " and ".join(
+        f'<a href="{html.escape(of[pane])}">{title} of {html.escape(name)}</a>'
+        for name, of in zip(names, files, strict=False)
+    )
+    return f'<p class="empty">{links}</p>' if links else ""
 
-    Left out: files that are not below `root`, and those that have changed since a kernel was built,
-    so that a line that it names is gone, empty or a comment.
+
+def read_sources(kernels: Iterable[Kernel], root: Path) -> dict[str, str]:
+    """The texts of the source files of kernels, by the paths of their line tables.
+
+    Files that are not below `root` are left out. So are files that have changed since a kernel was
+    built, so that a line that the kernel names is gone, empty or a comment.
     """
     named: dict[str, set[int]] = defaultdict(set)
     for kernel in kernels:
@@ -193,8 +212,8 @@ def packed_control(control: Control) -> int:
 _NumberedLines = Sequence[tuple[int, Line]]
 
 
-def _kernel_data(page: PageKernel, lines: _NumberedLines) -> dict[str, Any]:
-    """The data of a kernel for the page. lines: of its PTX, as for `_ptx_data`."""
+def kernel_data(page: PageKernel) -> dict[str, Any]:
+    """The data of a kernel for the page."""
     kernel = page.kernel
     files: _Numbering[str] = _Numbering()
     chains: _Numbering[tuple[SourceLine, ...]] = _Numbering({(): 0})
@@ -216,7 +235,7 @@ def _kernel_data(page: PageKernel, lines: _NumberedLines) -> dict[str, Any]:
         "target": [_target(i, len(instructions)) for i in instructions],
         "idle": [int(kind not in WORK) for kind in buckets(instructions)],
     }
-    ptx = _ptx_data(page, lines, chains)
+    ptx = _ptx_data(page, _ptx_lines(kernel), chains)
     return {
         "sass": sass,
         "ptx": ptx,
@@ -234,7 +253,7 @@ def _kernel_data(page: PageKernel, lines: _NumberedLines) -> dict[str, Any]:
 
 
 def _target(instruction: Instruction, n_instructions: int) -> int:
-    """Index of the instruction that is jumped to; -1 without one."""
+    """Index of the instruction to which a jump goes; -1 without one."""
     if instruction.target is None:
         return -1
     index = instruction.target // INSTRUCTION_BYTES
@@ -242,7 +261,7 @@ def _target(instruction: Instruction, n_instructions: int) -> int:
 
 
 def _main_file(kernel: Kernel) -> str:
-    """The file of the kernel itself: what most instructions are of in the end; "" if unknown."""
+    """The file of the kernel itself: the outermost file of most instructions; "" if unknown."""
     outermost = [i.source[-1].file for i in kernel.instructions if i.source]
     return max(sorted(set(outermost)), key=outermost.count, default="")
 
@@ -333,16 +352,12 @@ def _cuda_lines(kernel: Kernel, text: str) -> list[Line]:
     return [Line(line, name.sub("", " ".join(line.split()))) for line in text.split("\n") if text]
 
 
-def _diff_data(
-    before: Kernel,
-    after: Kernel,
-    ptx: tuple[Sequence[Line], Sequence[Line]],
-    sources: Mapping[str, str],
-) -> dict[str, Any]:
-    """The rows of each pane, as runs; see `_runs`. CUDA: of the kernels' own files. ptx: the lines
-    of both. None where one of the two has no text."""
+def _diff_data(before: Kernel, after: Kernel, sources: Mapping[str, str]) -> dict[str, Any]:
+    """The rows of each pane, as runs; see `_runs`. CUDA: of the kernels' own files. None where one
+    of the two has no text."""
     pair = (before, after)
     cuda = [_cuda_lines(kernel, sources.get(_main_file(kernel), "")) for kernel in pair]
+    ptx = [[line for _, line in _ptx_lines(kernel)] for kernel in pair]
     return {
         "cuda": _runs(line_rows(*cuda)) if all(cuda) else None,
         "ptx": _runs(line_rows(*ptx)) if all(ptx) else None,
@@ -351,8 +366,8 @@ def _diff_data(
 
 
 def _runs(rows: Iterable[Row]) -> list[list[str | int]]:
-    """Mark, index before, index after, and how many rows follow one another like that; an index
-    is -1 on a side that has none."""
+    """Runs of rows: mark, index before, index after, and number of consecutive rows; an index is -1
+    on a side without a line."""
     runs: list[list[Any]] = []
     for mark, *sides in rows:
         before, after = (-1 if side is None else side for side in sides)

@@ -1,5 +1,5 @@
-"""A matrix as a picture: instructions by group, registers, and bound beside measured time,
-with a column a kernel. SVG that takes its colours from the style sheet around it."""
+"""A matrix as a picture: instructions by group, registers, and bound beside measured time, with one
+column per kernel. It is SVG that takes its colours from the style sheet around it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TOP = 14
 
 @dataclass(frozen=True)
 class _Panel:
-    """A strip of the picture. top, height: in units of the picture; most: value at its top."""
+    """A strip of the picture. `top`, `height`: units of the picture. `most`: value at its top."""
 
     top: float
     height: float
     most: float
 
     def y(self, value: float) -> float:
-        """The place of a value."""
+        """The y coordinate of a value."""
         return self.top + self.height * (1 - value / self.most)
 
     @property
@@ -55,7 +55,7 @@ def _axis(panel: _Panel) -> str:
 
 
 def _stack(facts: KernelFacts, x: float, width: float, panel: _Panel) -> str:
-    """The main loop's instructions for each HMMA, group on group."""
+    """The main loop's instructions per HMMA, with groups stacked on each other."""
     parts, below = [], 0.0
     for group in GROUP_NAMES:
         value = facts.per_hmma(facts.groups[group]) or 0.0
@@ -133,7 +133,7 @@ def picture_svg(matrix: Matrix) -> str:
     parts = [
         _label(counts, "instructions", "of the main loop", "for each HMMA"),
         _axis(counts),
-        _label(registers, "registers", "a thread; below:", "blocks an SM"),
+        _label(registers, "registers", "per thread; below:", "blocks per SM"),
         _axis(registers),
         _dots(
             matrix,

@@ -33,8 +33,8 @@ def _sass_text(instruction: Instruction, shape: LinkFormat) -> str:
 def slice_text(kernel: Kernel, ptx: KernelPtx, line: int, depth: int, shape: LinkFormat) -> str:
     """An instruction of the PTX, what it depends on, and the SASS that each became.
 
-    A step back is indented, and says which registers it hands on. Raises SassError if the line
-    holds no instruction.
+    Each step back is indented, and names the registers that it hands on. Raises SassError if the
+    line holds no instruction.
     """
     made = sass_by_ptx_line(kernel)
     lines = []

@@ -25,7 +25,7 @@ _Body = Table | Iterable[str] | str  # a table, sentences, or a listing
 
 
 class SourceText:
-    """The lines of source files, as far as they are there. root: of relative paths."""
+    """The lines of source files, as far as the files exist. `root`: root of relative paths."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -44,7 +44,8 @@ class SourceText:
 
 
 def report_text(report: KernelReport, source: SourceText | None = None) -> str:
-    """The report for a terminal. source: print the CUDA lines above what they became."""
+    """The report for a terminal. `source`: print the CUDA lines above the instructions that they
+    became."""
     parts = [_headline(report)]
     for title, body in _sections(report, source):
         text = body.text() if isinstance(body, Table) else body
@@ -55,7 +56,7 @@ def report_text(report: KernelReport, source: SourceText | None = None) -> str:
 
 
 def report_markdown(report: KernelReport, source: SourceText | None = None) -> str:
-    """The report as Markdown. source: as for `report_text`."""
+    """The report as Markdown. `source`: as in `report_text`."""
     lines = map(escaped_markdown, _headline(report).split("\n"))
     parts = [f"# {code_span(report.facts.name)}", "", "  \n".join(lines)]
     for title, body in _sections(report, source):
@@ -164,7 +165,7 @@ def _headline(report: KernelReport) -> str:
     else:
         limits = " and ".join(held.limiters)
         parts.append(
-            f"occupancy: {held.blocks} blocks an SM, {held.warps} of {held.max_warps} warps, "
+            f"occupancy: {held.blocks} blocks per SM, {held.warps} of {held.max_warps} warps, "
             f"limited by {limits}"
         )
     if kernel.capability not in opcodes.KNOWN:
@@ -178,7 +179,7 @@ def _headline(report: KernelReport) -> str:
 
 
 def _sections(report: KernelReport, source: SourceText | None) -> Iterator[tuple[str, _Body]]:
-    """Titles, and what stands below them."""
+    """Titles of sections, and their contents."""
     yield "Verdicts", verdicts(report)
     if report.facts.roles:
         yield "Warp roles", _role_table(report)
@@ -240,7 +241,7 @@ def _register_sentences(report: KernelReport) -> Iterator[str]:
             where = "Outside loops" if site.loop is None else f"In loop {site.loop}"
             yield (
                 f"{where}: {site.instructions} local loads and stores{kind}, {site.store_bytes} "
-                f"bytes stored and {site.load_bytes} loaded a thread."
+                f"bytes stored and {site.load_bytes} loaded per thread."
             )
     shared = sum(i.is_spill and i.base in ("LDS", "STS") for i in report.kernel.instructions)
     if shared:
@@ -278,7 +279,7 @@ def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
 
 
 def _role_table(report: KernelReport) -> Table:
-    """A row a role; the bound is that of its working loop."""
+    """One row per role; the bound is that of its working loop."""
     kernel, facts = report.kernel, report.facts
     rows = []
     for role in facts.roles:

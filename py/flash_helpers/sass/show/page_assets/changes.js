@@ -54,8 +54,8 @@ function showChange() {
 }
 
 // Each pane at its first change, CUDA at the first that is more than a comment; else at its start.
-function showFirstChanges() {
-  for (const name of PANES) {
+function showFirstChanges(names = PANES) {
+  for (const name of names) {
     const { hunks, code } = pane[name];
     const first = (hunks.find(({ isCode }) => isCode) || hunks[0])?.row;
     if (first) {
@@ -67,6 +67,10 @@ function showFirstChanges() {
 }
 
 function toMainLoop() {
+  ensure(["ptx", "sass"], goToMainLoop);
+}
+
+function goToMainLoop() {
   const block = kernel.blocks.find(({ phase }) => phase === "main loop");
   if (!block) return;
   const { rows } = pane.sass;
@@ -121,6 +125,7 @@ function turnSplit() {
   const kept = pane[active].cursor?.dataset.key;
   setSplit(!split);
   renderAll();
+  ensure(seen());
   showTab(active);
   const row = pane[active].rows.get(kept);
   if (row) scrollTo(active, row);

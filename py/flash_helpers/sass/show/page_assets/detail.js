@@ -71,12 +71,12 @@ function describe(name, key) {
   } else {
     const all = data.sassOfLine.get(at) || [];
     const counts = new Map();
-    all.forEach((i) => counts.set(opcodeOf(data, i), (counts.get(opcodeOf(data, i)) || 0) + 1));
+    if (hasArrived("sass")) all.forEach((i) => counts.set(opcodeOf(data, i), (counts.get(opcodeOf(data, i)) || 0) + 1));
     const [number, line] = at.split(":");
     parts.push(`<code>${escaped(data.files[number])}:${line}</code>`);
     parts.push(changeText(name, key));
     const list = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 12);
-    parts.push(all.length ? `${all.length} SASS instructions: ${list.map(([o, c]) => `${c} ${escaped(o)}`).join(", ")}`
+    parts.push(all.length ? `${all.length} SASS instructions${list.length ? ": " : ""}${list.map(([o, c]) => `${c} ${escaped(o)}`).join(", ")}`
       : "no SASS instruction names this line");
   }
   byId("detail").innerHTML = parts.filter(Boolean).join(" &nbsp; ");

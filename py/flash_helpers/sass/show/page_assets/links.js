@@ -1,7 +1,7 @@
 "use strict";
 // Three panes of lines that were made of one another, each a diff against the kernel before. The
-// data of a kernel is parsed when it is first shown; every row has the same height, so that a place
-// in a pane follows from its number.
+// data of a kernel is parsed when it is first shown, or loaded when a pane of it is first looked at;
+// every row has the same height, so that a place in a pane follows from its number.
 //
 // The key of a line names it in its pane: "file:line" of CUDA, a line of PTX, the number of an
 // instruction; those of the kernel before begin with "-". A row has the keys of both its lines.
@@ -28,7 +28,7 @@ const pane = Object.fromEntries(PANES.map((name) => {
     cursor: null,
   }];
 }));
-const loaded = new Map();
+const loaded = new Map(); // number of a kernel to its data, as far as it has arrived
 let kernel = null; // what is shown
 let parent = null; // the kernel before it, null if it is shown alone
 let diff = null; // runs of the rows of each pane, null if it is shown alone
@@ -51,9 +51,56 @@ const pathOf = (number) => dataOf(number).files[bare(number)];
 
 const parsed = (id) => JSON.parse(byId(id)?.textContent ?? "null");
 
+const NOTHING = {
+  files: [], main: 0, chains: [], costs: [], groups: [], blocks: [], loops: [],
+  sass: { text: [], control: [], live: [], ptx: [], chain: [], loop: [], group: [], pipe: [], cost: [], target: [], idle: [] },
+  ptx: { line: [], text: [], chain: [], isInstruction: [], loop: -1, note: "" },
+};
+const parts = new Map(); // file of a pane to what it holds
+const scripts = new Map(); // file of a pane to the element that loads it
+
+// Called by the file of a pane.
+function viewPart(path, part) {
+  parts.set(path, part);
+  for (const [name, lines] of Object.entries(part.sources ?? {})) index.sources[name] = lines.join("\n");
+}
+
+const fileOfPane = (number, name) => index.kernels[number].panes?.[name];
+const shownKernels = (number) => (byId(`diff-${number}`) ? [number - 1, number] : [number]);
+const filesOfPane = (number, name) => shownKernels(number).map((n) => fileOfPane(n, name)).filter(Boolean);
+const hasArrived = (name) => filesOfPane(kernel.number, name).every((path) => parts.has(path));
+
+// Load the files of these panes of a kernel and of the one before it; then go on, whether or not all
+// of them could be read. The CUDA always is among them, since it holds the links of all lines.
+function demand(number, names, then) {
+  const missing = new Set([...new Set(["cuda", ...names])]
+    .flatMap((name) => filesOfPane(number, name)).filter((path) => !parts.has(path)));
+  if (!missing.size) then();
+  missing.forEach((path) => {
+    if (!scripts.has(path)) {
+      const script = document.createElement("script");
+      script.src = path;
+      scripts.set(path, script);
+      script.addEventListener("error", () => scripts.delete(path)); // the next demand tries again
+      document.head.append(script);
+    }
+    const arrived = () => {
+      missing.delete(path);
+      if (!missing.size) then();
+    };
+    for (const way of ["load", "error"]) scripts.get(path).addEventListener(way, arrived);
+  });
+}
+
+function partsOf(number) {
+  const found = PANES.map((name) => parts.get(fileOfPane(number, name)) ?? {});
+  const columns = (name) => Object.assign({}, NOTHING[name], ...found.map((part) => part[name]));
+  return Object.assign({}, NOTHING, ...found, { sass: columns("sass"), ptx: columns("ptx") });
+}
+
 function load(number) {
   if (!loaded.has(number)) {
-    const found = parsed(`kernel-${number}`);
+    const found = parsed(`kernel-${number}`) ?? partsOf(number);
     found.number = number;
     found.sassOfPtx = new Map();
     found.ptx.line.forEach((line) => found.sassOfPtx.set(line, []));

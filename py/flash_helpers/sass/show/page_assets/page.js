@@ -1,6 +1,35 @@
 // ---- what is shown -------------------------------------------------------------------------------
 
-function show(number, keep = true) {
+// The panes that can be seen.
+const seen = () => PANES.filter((name) => !document.body.classList.contains("single") ||
+  pane[name].root.classList.contains("shown"));
+
+function show(number, keep = true, names = seen(), then = () => {}) {
+  demand(number, names, () => {
+    showNow(number, keep);
+    then();
+  });
+}
+
+// Load these panes of what is shown, if they are not there yet, draw them, and go on.
+function ensure(names, then = () => {}) {
+  const { number } = kernel;
+  const missing = names.filter((name) => !hasArrived(name));
+  if (!missing.length) then();
+  else demand(number, missing, () => {
+    if (kernel.number !== number) return; // another one is shown by now
+    loaded.clear();
+    kernel = load(number);
+    parent = parent && load(parent.number);
+    showNotes();
+    showFilter();
+    missing.forEach(render);
+    showFirstChanges(missing);
+    then();
+  });
+}
+
+function showNow(number, keep) {
   const path = kernel && keep ? pathOf(file) : null;
   pinned = null;
   document.body.classList.remove("pinned");
@@ -26,14 +55,18 @@ function show(number, keep = true) {
   const same = kernel.files.indexOf(path);
   file = String(same >= 0 ? same : kernel.main);
   byId("file").value = file;
-  pane.ptx.note.textContent = kernel.ptx.note;
-  pane.sass.note.textContent = `${kernel.sass.text.length} instructions`;
+  showNotes();
   showFilter();
   PANES.forEach((name) => { pane[name].cursor = null; });
   renderAll();
   showFirstChanges();
   showCounts();
   byId("detail").textContent = "Point at a line of any pane; click to pin it.";
+}
+
+function showNotes() {
+  pane.ptx.note.textContent = kernel.ptx.note;
+  pane.sass.note.textContent = hasArrived("sass") ? `${kernel.sass.text.length} instructions` : "";
 }
 
 const titled = (name, about) => (about.title ? `${name}: ${about.title}` : name);
@@ -74,9 +107,11 @@ function showTab(name) {
   });
   drawRulers();
   setActive(name);
-  const { cursor } = pane[name];
-  if (pinned) reveal(name, nearestLit(name));
-  else if (cursor) reveal(name, cursor); // what is hidden does not scroll
+  ensure([name], () => {
+    const { cursor } = pane[name];
+    if (pinned) reveal(name, nearestLit(name));
+    else if (cursor) reveal(name, cursor); // what is hidden does not scroll
+  });
 }
 
 function placeCursor(name, element) {
@@ -172,7 +207,10 @@ document.addEventListener("keydown", (event) => {
   does();
 });
 byId("tools").addEventListener("click", (event) => DO[event.target.closest("[data-do]")?.dataset.do]?.());
-byId("search").addEventListener("input", () => PANES.forEach(findHits));
+byId("search").addEventListener("input", () => ensure(PANES, () => PANES.forEach(findHits)));
+for (const way of ["pointerdown", "focus"]) { // it lists the instructions
+  byId("filter").addEventListener(way, () => ensure(["sass"]));
+}
 byId("search").addEventListener("keydown", (event) => {
   if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
   else if (event.key === "Escape") pane[active].code.focus();
@@ -202,7 +240,10 @@ byId("theme").addEventListener("click", turnTheme);
 byId("help-button").addEventListener("click", () => byId("help").showModal());
 byId("facts-button").addEventListener("click", () => byId("about").showModal());
 window.addEventListener("resize", drawRulers);
-narrow.addEventListener("change", setSingle);
+narrow.addEventListener("change", () => {
+  setSingle();
+  ensure(seen());
+});
 
 if (index.kernels.length > 1) {
   byId("versions").innerHTML = index.kernels.map((k, i) =>
@@ -233,10 +274,14 @@ media.addEventListener("change", (event) => { if (!stored) setTheme(event.matche
 // #v9/sass/120 opens the page where somebody pinned it; -120 is a line of the kernel before it.
 const [wantedName, wantedPane, wantedKey] = decodeURIComponent(location.hash.slice(1)).split("/");
 const wanted = index.kernels.findIndex((k) => k.name === wantedName);
+const first = wanted >= 0 ? wanted : index.shown;
+const changed = parsed(`diff-${first}`) ?? {};
+const opened = ["cuda", "sass", "ptx"].find((name) => changed[name]?.some(([mark]) => isNews(mark))) || "sass";
+pane[opened].root.classList.add("shown");
 setSingle();
-show(wanted >= 0 ? wanted : index.shown, false);
-showTab(["cuda", "sass", "ptx"].find((name) => pane[name].hunks.length) || "sass");
-if (wanted >= 0 && PANES.includes(wantedPane) && wantedKey && dataOf(wantedKey)) {
+show(first, false, wantedKey ? PANES : seen(), () => {
+  showTab(opened);
+  if (wanted < 0 || !PANES.includes(wantedPane) || !wantedKey || !dataOf(wantedKey)) return;
   if (wantedPane === "cuda" && pathOf(fileOf(wantedKey))) showFile(shownWith(fileOf(wantedKey)));
   const element = pane[wantedPane].rows.get(wantedKey);
   if (element) {
@@ -244,4 +289,4 @@ if (wanted >= 0 && PANES.includes(wantedPane) && wantedKey && dataOf(wantedKey))
     pin(wantedPane, wantedKey);
     reveal(wantedPane, element);
   }
-}
+});

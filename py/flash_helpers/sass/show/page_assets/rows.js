@@ -61,6 +61,7 @@ function fileBefore() {
 
 // The rows of a pane's diff: [mark, index before, index after], -1 on a side that has no line.
 function pairsOf(name) {
+  if (!hasArrived(name)) return [];
   if (name === "cuda") {
     if (!isOld(file) && Number(file) === kernel.main && diff?.cuda) return expanded(diff.cuda);
     return textOf(file).map((_, i) => [" ", fileBefore() ? i : -1, isOld(file) ? -1 : i]);
@@ -164,7 +165,7 @@ function render(name) {
   const rows = rowsOf(name);
   const shown = shownRows(name, rows);
   const pale = name === "cuda" && filter !== "changes";
-  const html = name === "sass" && !split ? [COLUMNS] : [];
+  const html = name === "sass" && !split && rows.length ? [COLUMNS] : [];
   const keys = []; // of each row that has some
   const texts = [];
   own.changes = [];
@@ -232,6 +233,10 @@ function render(name) {
 }
 
 function emptyText(name) {
+  if (!hasArrived(name)) {
+    const links = filesOfPane(kernel.number, name).map((path) => `<a href="${escaped(path)}">${escaped(path)}</a>`);
+    return `<p class="empty">Not loaded: ${links.join(", ")}</p>`;
+  }
   const why = {
     cuda: kernel.files.length ? `The text of ${escaped(pathOf(file) || "")} is not in this page: it was made ` +
       "where the repository's sources are not at hand, or have changed since the kernel was built."
