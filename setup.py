@@ -1,18 +1,18 @@
-"""Build of flash_attention: the kernel library is made by nvcc, the rest is setuptools.
+"""Build of flash_attention: nvcc makes the kernel library, setuptools the rest.
 
-What a Python that is too old cannot read is imported only when kernels are built, so that pip can
-say that this package needs a newer one.
+Modules that an old Python cannot read are imported only when kernels are built, so that pip can
+report that this package needs a newer Python.
 """
 
 import sys
 from pathlib import Path
 
-SETUPTOOLS = 77  # the first that reads pyproject.toml's license; pyproject.toml asks pip for it
+SETUPTOOLS = 77  # the first release that reads pyproject.toml's license, which asks pip for it
 
 try:
     from setuptools import __version__ as found
 except ImportError:
-    found = "0"  # venv brings none from Python 3.12 on
+    found = "0"  # from Python 3.12 on, venv does not install setuptools
 if int(found.partition(".")[0]) < SETUPTOOLS:
     there = "no setuptools" if found == "0" else f"setuptools {found}"
     raise SystemExit(
@@ -33,7 +33,7 @@ PACKAGE = "flash_attention"
 
 
 class BuildKernels(Command):
-    """Compile the kernels into the package's folder, and copy them to where wheels are made."""
+    """Compile the kernels into the package's folder, and copy them to the folder of the wheel."""
 
     description = "build the kernel library with nvcc"
     user_options = [("build-lib=", "b", "folder that the wheel is made from")]
@@ -71,7 +71,7 @@ class Build(build):
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel serves every Python: of it the library calls the stable ABI alone."""
+    """A wheel for every version of Python: the library uses only Python's stable ABI."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the host time of a call, beside PyTorch's own attention."""
+"""Measure the host time per call, beside PyTorch's own attention."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ PROBLEM = AttentionForward(1, 16, 128, dtype=Element.BF16)
 CALLS = 200  # fewer than the driver queues before it makes the host wait
 
 DESCRIPTION = f"""\
-Time {CALLS} calls in a row without waiting for the GPU, at a shape that it is done with sooner than
-the host: forward() of the kernel that attention() chooses, with and without an output, and
-attention(), both compiled by
-torch.compile, beside q + k, the least that it can compile, and PyTorch's
-scaled_dot_product_attention by its flash and cuDNN backends. All take and return (batch, seq,
-heads, d_head) tensors, which PyTorch's has to transpose; it is also called on tensors that were
-transposed before. Contenders are interleaved; times are lower quartiles over rounds, and ratios
-medians over rounds of the ratio within each.
+Time {CALLS} calls in a row without waiting for the GPU, at a shape so small that the GPU finishes
+before the host. The calls are forward() with the kernel that attention() chooses, with and without
+an output tensor, and attention(). Both are also compiled by torch.compile, beside q + k, the
+smallest function to compile. PyTorch's scaled_dot_product_attention runs with its flash and cuDNN
+backends. All calls take and return (batch, seq, heads, d_head) tensors, which PyTorch's functions
+must transpose; they are also called on tensors that were transposed before. Contenders are
+interleaved. Times are lower quartiles over the rounds, and ratios are medians over the rounds of
+the ratio within each.
 """
 
 EXAMPLES = f"""\
@@ -66,13 +66,13 @@ examples:
   put the table into the README:
     python tools/benchmark/update_tables.py
 
-exit status: 0 it was measured, 2 wrong usage or no GPU; 130 interrupted
+exit status: 0 measured, 2 wrong usage or no GPU, 130 interrupted
 """
 
 
 def contenders(device: torch.device) -> dict[str, Contender]:
     """The timed calls, by the names of CALL_NAMES."""
-    import torch  # which --help does not wait for
+    import torch  # late, so that --help is fast
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     import flash_attention
@@ -123,7 +123,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
-        help=f"what was measured (default: {RESULTS})",
+        help=f"file of the results (default: {RESULTS})",
     )
     parser.add_argument("--rounds", type=positive, default=100, metavar="N", help="(default: 100)")
     add_commit_argument(parser)
@@ -131,10 +131,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, command: str) -> None:
-    """Measure, print and write. Raises KernelsNotRun."""
+    """Measure, print and write. Raises KernelsNotRun without a GPU."""
     backend = find_backend("cuda")
     found = contenders(backend.device)
-    gc.disable()  # it would come upon one contender or another
+    gc.disable()  # garbage collection would slow some contender's sample
     try:
         calls = measure_calls(
             found, rounds=arguments.rounds, calls=CALLS, synchronize=backend.synchronize

@@ -1,6 +1,6 @@
-"""Launches of the kernels in tests/ptx/kernels/hopper_*.cu, with their inputs and what comes out.
+"""Launches of the kernels in tests/ptx/kernels/hopper_*.cu, with their inputs and expected outputs.
 
-On a GPU they are run by hopper_kernels.py, in the simulator by the tests.
+hopper_kernels.py runs them on a GPU, and the tests run them in the simulator.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ SCALES = {"bf16": 5e-3, "f16": 6e-4, "f32": 1e-6}
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map of a buffer. fields: of `TensorMap`, all but the address."""
+    """A tensor map of a buffer. fields: of `TensorMap`, without the address."""
 
     buffer: str
     fields: Mapping[str, Any]
 
     def at(self, address: int) -> TensorMap:
-        """With the buffer there."""
+        """Return the tensor map of a buffer at this address."""
         return TensorMap(address=address, **self.fields)
 
 
 Argument = str | Map | bytes
-"""An argument of a kernel: a buffer's name for its address, a tensor map, or the bytes of anything
-else."""
+"""An argument of a kernel: a buffer's name for its address, a tensor map, or the bytes of any other
+value."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One launch.
 
-    module: a file of tests/ptx/kernels, without its ending. grid, block, shared_bytes, cluster: of
-    the launch. buffers: in global memory before it. output: the buffer to look at, of `dtype`:
-    "bf16" and "f16" are kept as their bits. expected: what it holds afterwards, in float64; bound:
-    on the relative Frobenius norm of the difference, 0 if it is exact, bit for bit. kept: every how
-    many rows of what the GPU wrote are recorded, 0 for none: what is exact needs no record.
+    module: a file of tests/ptx/kernels, without its ending.
+    grid, block, shared_bytes, cluster: of the launch.
+    buffers: contents of global memory before the launch.
+    output: name of the output buffer. dtype: of its elements; "bf16" and "f16" are kept as bits.
+    expected: contents of the output buffer after the launch, in float64.
+    bound: on the relative Frobenius norm of the difference; 0 if the output must match bit by bit.
+    kept: every kept-th row of the GPU's output is recorded; 0 records none, since an exact output
+    needs no record.
     """
 
     module: str
@@ -64,7 +67,7 @@ class Case:
     def bind(
         self, addresses: Mapping[str, int], encode: Callable[[TensorMap], bytes]
     ) -> list[bytes]:
-        """The kernel's parameters. addresses: of the buffers."""
+        """Return the kernel's parameters. addresses: of the buffers."""
         bound = []
         for argument in self.arguments:
             if isinstance(argument, Map):
@@ -76,8 +79,8 @@ class Case:
         return bound
 
     def error(self, found: np.ndarray) -> float:
-        """Relative Frobenius norm of the difference; of what is exact, the share of the elements
-        that differ in a bit."""
+        """Relative Frobenius norm of the difference; for an exact output the share of the elements
+        that differ in any bit."""
         if not self.bound:
             wanted = self.expected.astype(found.dtype)
             return float((integers(found) != integers(wanted)).mean())
@@ -89,7 +92,7 @@ class Case:
 
 
 def bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounded to "bf16" or "f16", as 16-bit integers."""
+    """Round to "bf16" or "f16"; return 16-bit integers."""
     if dtype == "f16":
         return x.astype(np.float16).view(np.uint16)
     raw = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -97,7 +100,7 @@ def bits(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def values(x: np.ndarray, dtype: str) -> np.ndarray:
-    """In float64. x: bits if the type is "bf16" or "f16"."""
+    """Convert to float64. x: bits if the type is "bf16" or "f16"."""
     if dtype == "bf16":
         return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return (x.view(np.float16) if dtype == "f16" else x).astype(np.float64)
@@ -114,7 +117,7 @@ def normal(seed: int, dtype: str, *shape: int) -> np.ndarray:
 
 
 def i32(*numbers: int) -> bytes:
-    """As int parameters, or members of a structure."""
+    """Bytes of int parameters, or of members of a structure."""
     return np.array(numbers, np.int32).tobytes()
 
 
@@ -122,7 +125,7 @@ def i32(*numbers: int) -> bytes:
 
 
 def tiles(buffer: str, array: np.ndarray, dtype: str, *box: int) -> Map:
-    """The map of a row-major matrix. box: columns, rows."""
+    """Tensor map of a row-major matrix. box: columns, rows."""
     rows, columns = array.shape
     size = array.itemsize
     fields = {"dtype": dtype, "dims": (columns, rows), "strides": (columns * size,), "box": box}
@@ -130,7 +133,7 @@ def tiles(buffer: str, array: np.ndarray, dtype: str, *box: int) -> Map:
 
 
 def gemm(kernel: str, dtype: str, stages: int, m: int, n: int, k: int) -> Case:
-    """gemm_bf16 and gemm_f16."""
+    """Case of gemm_bf16 or gemm_f16."""
     A, B = normal(m, dtype, m, k), normal(n, dtype, n, k)
     C = np.zeros((m, n), np.uint16)
     return Case(
@@ -149,7 +152,7 @@ def gemm(kernel: str, dtype: str, stages: int, m: int, n: int, k: int) -> Case:
 
 
 def gemm_a_registers(m: int, n: int, k: int) -> Case:
-    """C = A B, in fp32."""
+    """Case of C = A B in fp32, with A in registers."""
     A, B = normal(m, "bf16", m, k), normal(n, "bf16", k, n)
     C = np.zeros((m, n), np.float32)
     return Case(
@@ -169,7 +172,7 @@ def gemm_a_registers(m: int, n: int, k: int) -> Case:
 
 
 def gemm_cluster(dtype: str, m: int, n: int, k: int, clusters: int) -> Case:
-    """The GEMM of clusters of two blocks, each of which takes tile after tile."""
+    """Case of the GEMM by clusters of two blocks, each of which takes tile after tile."""
     A, B = normal(m, dtype, m, k), normal(n, dtype, n, k)
     C = np.zeros((m, n), np.uint16)
     return Case(
@@ -194,10 +197,10 @@ def gemm_cluster(dtype: str, m: int, n: int, k: int, clusters: int) -> Case:
 
 @dataclass(frozen=True)
 class Operand:
-    """16-bit elements of an operand in shared memory, as a matrix descriptor tells of them (PTX
-    ISA, "Matrix descriptor format" and "Canonical layouts").
+    """Layout of an operand's 16-bit elements in shared memory, as in a matrix descriptor (PTX ISA,
+    "Matrix descriptor format" and "Canonical layouts").
 
-    rows: m or n. start, leading, stride: bytes. step: bytes to the next 16 of k.
+    rows: m or n. start, leading, stride: bytes. step: bytes to the next 16 elements of k.
     """
 
     is_k_major: bool
@@ -210,14 +213,14 @@ class Operand:
     base_offset: int = 0
 
     def descriptor(self) -> int:
-        """The 64 bits, with addresses from the start of the image."""
+        """The 64 bits of the descriptor, with addresses from the start of the image."""
         mode = {"none": 0, "128B": 1, "64B": 2, "32B": 3}[self.swizzle]
         fields = ((self.start >> 4, 0), (self.leading >> 4, 16), (self.stride >> 4, 32))
         word = sum(value << shift for value, shift in fields)
         return word | self.base_offset << 49 | mode << 62
 
     def addresses(self, steps: int) -> np.ndarray:
-        """(rows, 16 steps) bytes from the start of the image."""
+        """Bytes of each element from the start of the image, of shape (rows, 16 * steps)."""
         row, k = np.arange(self.rows)[:, None], np.arange(16 * steps)[None, :]
         step, k = k // 16 * self.step, k % 16
         width = BYTES[self.swizzle] or 16
@@ -234,15 +237,16 @@ class Operand:
 
 
 def swizzled(address: np.ndarray, swizzle: str, base_offset: int = 0) -> np.ndarray:
-    """Where a byte of a tile stands, given where it would without a swizzle: bits 4 to 6 (128B), 4
-    to 5 (64B) or 4 (32B) are changed by as many from bit 7 on, counted from 128 times base_offset.
+    """Swizzled address of a byte of a tile, given its address without a swizzle. Bits 4 to 6
+    (128B), 4 to 5 (64B) or 4 (32B) are XORed with as many bits from bit 7 on. Addresses for these
+    are counted from 128 times base_offset.
     """
     return address ^ (address - 128 * base_offset >> 3 & max(BYTES[swizzle] - 1, 0) & 0x70)
 
 
 def operand(kind: str, swizzle: str, rows: int, start: int, apart: int) -> Operand:
-    """An operand of 64 of k. kind: "k" or "mn", what is major. apart: its parts stand side by side
-    with 1, and as far apart as they are long with 2."""
+    """Operand of 64 elements of k. kind: the major dimension, "k" or "mn". apart: 1 places its
+    parts side by side, 2 leaves a gap of a part's length between them."""
     width, eights = BYTES[swizzle], -(-rows // 8)
     if not width:  # blocks of 8 x 8
         leading = apart * eights * 128
@@ -255,7 +259,8 @@ def operand(kind: str, swizzle: str, rows: int, start: int, apart: int) -> Opera
 
 
 def tile(kernel: str, A: Operand, B: Operand, numbers: np.ndarray, steps: int) -> Case:
-    """D = 1 + A B^T. numbers: the image of 48 KiB, in float64. steps: of 16 of k."""
+    """Case of D = 1 + A B^T. numbers: the image of 48 KiB, in float64. steps: of 16 elements of k
+    each."""
     dtype = kernel.split("_")[1]
     a, b = (numbers[o.addresses(steps) // 2] for o in (A, B))
     u64 = [np.uint64(x) for x in (A.descriptor(), B.descriptor(), A.step >> 4, B.step >> 4)]
@@ -278,19 +283,20 @@ TILES = {
     "tile_f16_n24_k_k": ("k", "k", 24),
     "tile_bf16_n24_m_n": ("mn", "mn", 24),
 }
-"""The major dimensions of A and of B, and n."""
+"""Major dimensions of A and of B, and n."""
 
 
 OFFSETS = (
     *(("k", "128B", 512, 0), ("k", "128B", 512, 4), ("k", "128B", 128, 1), ("k", "128B", 0, 3)),
     *(("k", "64B", 256, 2), ("mn", "128B", 256, 2), ("mn", "128B", 384, 0), ("mn", "32B", 128, 1)),
 )
-"""Operands that begin anywhere in their swizzle: what is major, swizzle, start, base offset."""
+"""Operands that begin inside of their swizzle pattern: major dimension, swizzle, start, base
+offset."""
 
 
 def tile_cases() -> Iterator[tuple[str, Case]]:
-    """Each kernel with each swizzle and two pairs of different ones, of small integers. Then sums
-    that are rounded, of one step and of several."""
+    """Cases of small integers: each kernel with each swizzle, and with two pairs of different
+    swizzles. Then cases whose sums are rounded, of one step and of several."""
     swizzles = (*((s, s) for s in BYTES), ("128B", "none"), ("32B", "64B"))
     for seed, (kernel, pair) in enumerate(itertools.product(TILES, swizzles)):
         a, b, n = TILES[kernel]
@@ -321,7 +327,8 @@ def tile_cases() -> Iterator[tuple[str, Case]]:
 
 
 def attention(name: str, B_c: int, seq_len: int, heads: int, batches: int, blocks: int) -> Case:
-    """One of the kernels. blocks: of the grid, which share the tiles of 128 rows."""
+    """Case of one attention kernel. blocks: thread blocks of the grid, which share the tiles of 128
+    rows."""
     dtype = name.split("_")[0]
     shape = (batches, seq_len, heads, 128)
     grow = np.linspace(0.5, 2, seq_len)[:, None, None]  # so that the maxima change
@@ -363,15 +370,15 @@ KINDS = {
     "u8": np.uint8, "u16": np.uint16, "f16": np.float16, "bf16": np.uint16, "u32": np.uint32,
     "s32": np.int32, "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
 }  # fmt: skip
-"""NumPy's types for those of tensor maps."""
+"""NumPy's types by the types of tensor maps."""
 NAN = b"\xf7\x7f"
-"""The pattern that "nan" fills the outside of a tensor with, for any type."""
+"""The byte pattern with which "nan" fills the outside of a tensor, for any type."""
 
 
 @dataclass(frozen=True)
 class Box:
     """A box of a tensor. dims, box, element_strides, strides: as in `TensorMap`, dimension 0 first.
-    place: of the box's first element, which may lie outside, as may others."""
+    place: of the box's first element. Any element of the box may lie outside of the tensor."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -384,30 +391,30 @@ class Box:
 
     @property
     def map(self) -> Map:
-        """The tensor map of the buffer "tensor"."""
+        """Tensor map of the buffer "tensor"."""
         names = ("dtype", "dims", "box", "strides", "element_strides", "swizzle", "fill")
         return Map("tensor", {name: getattr(self, name) for name in names})
 
     @property
     def coordinates(self) -> bytes:
-        """As the kernels take them."""
+        """Bytes of the place, as the kernels take it."""
         return i32(*self.place, *[0] * (5 - len(self.place)))
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return np.dtype(KINDS[self.dtype]).itemsize
 
     @property
     def tensor_bytes(self) -> int:
-        """From the first element to past the last, in whole vectors of 16."""
+        """Bytes from the first element of the tensor to its end, rounded up to a multiple of 16."""
         spans = zip(self.dims, (self.size, *self.strides), strict=True)
         return -(-(sum((n - 1) * stride for n, stride in spans) + self.size) // 16) * 16
 
     def offsets(self, is_stored: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """For the box's elements in the order of shared memory: bytes from the first element of the
-        tensor, and whether they are copied: those in it, and of what is stored also those that
-        share 16 bytes of a row with one."""
+        """For the box's elements in the order of shared memory: bytes from the tensor's first
+        element, and whether the element is copied. Elements inside of the tensor are copied. A
+        store also copies elements that share 16 bytes of a row with one inside."""
         shape = tuple(-(-n // e) for n, e in zip(self.box, self.element_strides, strict=True))
         offset, inside = np.zeros(shape[::-1], np.int64), np.ones(shape[::-1], bool)
         for axis, stride in enumerate((self.size, *self.strides)):
@@ -422,7 +429,7 @@ class Box:
 
     @property
     def box_bytes(self) -> int:
-        """That a copy moves."""
+        """Bytes that a copy moves."""
         return self.offsets()[0].size * self.size
 
     @property
@@ -436,8 +443,8 @@ class Box:
         return self.box_bytes // (self.box[0] * self.size) * self.pitch
 
     def in_shared(self, at: int = 0) -> np.ndarray:
-        """Elements from the window's first to each of the box's, where the window begins `at`
-        bytes after a multiple of 1024."""
+        """Offset in elements of each element of the box from the window's first element. The window
+        begins `at` bytes after a multiple of 1024."""
         row, column = np.divmod(np.arange(self.box_bytes // self.size), self.box[0])
         return (
             swizzled(at + row * self.pitch + column * self.size, self.swizzle) - at
@@ -445,7 +452,7 @@ class Box:
 
 
 def patterned(count: int, dtype: str, seed: int = 0) -> np.ndarray:
-    """Elements that differ from their neighbours; of integers all bits."""
+    """Elements that differ from their neighbours; integers use all bits."""
     raw = np.random.RandomState(seed).bytes(count * np.dtype(KINDS[dtype]).itemsize)
     if dtype[0] in "us":
         return np.frombuffer(raw, KINDS[dtype])
@@ -454,7 +461,7 @@ def patterned(count: int, dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def load_box(box: Box, at: int = 0) -> Case:
-    """Into shared memory, `at` bytes after its start."""
+    """Case of a copy into shared memory, `at` bytes after its start."""
     tensor = patterned(box.tensor_bytes // box.size, box.dtype)
     offset, inside = box.offsets()
     outside = NAN if box.fill == "nan" else b"\0\0"
@@ -493,7 +500,7 @@ def _store(box: Box, kernel: str, change: Callable[..., Any], *parameters: Argum
 
 
 def store_box(box: Box) -> Case:
-    """Out of shared memory."""
+    """Case of a copy out of shared memory."""
     kernel = f"store_box_{len(box.dims)}d"
     return _store(box, kernel, lambda old, new: new, box.coordinates)
 
@@ -508,11 +515,12 @@ OPERATIONS: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
-"""The new value of an element by each reduction, given the value sent."""
+"""Functions from an element and the value sent to the element's new value, by reduction."""
 
 
 def reduce_box(box: Box, operation: str) -> Case:
-    """Into a tensor of two dimensions. Of bf16 bits the numbers are added."""
+    """Case of a reduction into a tensor of two dimensions. Elements of bf16 are added as numbers,
+    not as bits."""
     change = OPERATIONS[operation]
     if box.dtype == "bf16":
 
@@ -525,7 +533,8 @@ def reduce_box(box: Box, operation: str) -> Case:
 
 
 def random_box(seed: int, is_stored: bool) -> Box:
-    """A small box, partly outside as often as not; what is stored begins inside."""
+    """A small box, partly outside of the tensor in about half of the cases; a stored box begins
+    inside."""
     choose = np.random.RandomState(seed)
     rank = 1 + seed % 5
     dtype = sorted(KINDS)[choose.randint(len(KINDS))]
@@ -548,7 +557,7 @@ def random_box(seed: int, is_stored: bool) -> Box:
 
 
 def box_cases() -> Iterator[tuple[str, Case]]:
-    """Loads, stores and reductions of single boxes."""
+    """Cases of loads, stores and reductions of single boxes."""
     for seed in range(60):
         yield f"load_box {seed}", load_box(random_box(seed, False), 128 * (seed % 8))
         yield f"store_box {seed}", store_box(random_box(seed, True))
@@ -565,8 +574,8 @@ def box_cases() -> Iterator[tuple[str, Case]]:
 
 
 def map_variants() -> Iterator[dict[str, Any]]:
-    """Fields of a `TensorMap` that cuTensorMapEncodeTiled is asked about: a plain one, those that
-    differ from it in a field, and combinations that have rules of their own."""
+    """Fields of the `TensorMap`s that cuTensorMapEncodeTiled is asked about: a plain map, maps that
+    differ from it in one field, and combinations with rules of their own."""
     plain = {
         **{"dtype": "f32", "address": 1 << 30, "dims": (64, 64), "box": (32, 32)},
         **{"strides": (256,), "element_strides": (1, 1), "swizzle": "none", "fill": "zeros"},
@@ -582,7 +591,7 @@ def map_variants() -> Iterator[dict[str, Any]]:
     for name, alternatives in others.items():
         for value in alternatives:
             yield {**plain, name: value}
-    for y in (0, 1, 227, 228, 229, 256, 257):  # of 1 KiB
+    for y in (0, 1, 227, 228, 229, 256, 257):  # rows of 1 KiB
         yield {**plain, "box": (256, y)}
         yield {**plain, "box": (256, y), "element_strides": (1, 2)}
     for dtype, swizzle, chunks in itertools.product(KINDS, BYTES, (1, 2, 3, 4, 5, 8, 9)):
@@ -600,7 +609,7 @@ def map_variants() -> Iterator[dict[str, Any]]:
 
 
 def copy_bytes() -> Case:
-    """A ring of 1-D copies."""
+    """Case of a ring of 1-D copies."""
     blocks, chunks = 2, 7
     data = np.random.RandomState(0).randint(0, 256, blocks * chunks * 2048).astype(np.uint8)
     return Case(
@@ -614,7 +623,7 @@ def copy_bytes() -> Case:
 
 
 def scale_tiles() -> Case:
-    """A ring whose tiles are changed in shared memory."""
+    """Case of a ring whose tiles are changed in shared memory."""
     x = np.random.RandomState(0).standard_normal((100, 80)).astype(np.float32)
 
     def boxes(buffer: str) -> Map:
@@ -631,7 +640,7 @@ def scale_tiles() -> Case:
 
 
 def reduce_bytes() -> Case:
-    """A case of whole numbers, so that the order does not matter."""
+    """Case of a reduction of whole numbers, so that the order does not matter."""
     x = np.random.RandomState(0).randint(-99, 99, (6, 256)).astype(np.float32)
     return Case(
         *("hopper_copy", "reduce_bytes", (6, 1, 1), 32),
@@ -644,7 +653,7 @@ def reduce_bytes() -> Case:
 
 
 def cluster_softmax() -> Case:
-    """Two rows."""
+    """Case of two rows."""
     x = np.random.RandomState(0).standard_normal((2, 1024)).astype(np.float32) * 4
     p = np.exp(x.astype(np.float64) - x.max(axis=1, keepdims=True))
     return Case(
@@ -661,7 +670,7 @@ def cluster_softmax() -> Case:
 
 
 def cluster_shift() -> Case:
-    """Two clusters."""
+    """Case of two clusters."""
     x = np.random.RandomState(0).randint(0, 1 << 31, (2, 4, 129 * 4)).astype(np.uint32)
     return Case(
         *("hopper_cluster", "cluster_shift", (8, 1, 1), 128),
@@ -674,7 +683,7 @@ def cluster_shift() -> Case:
 
 
 def hand_over() -> Case:
-    """Five rounds."""
+    """Case of five rounds."""
     x = np.arange(160, dtype=np.uint32)
     return Case(
         *("hopper_cluster", "hand_over", (1, 1, 1), 64),
@@ -701,6 +710,6 @@ WHOLE: Mapping[str, Case] = {
     "cluster_shift": cluster_shift(),
     "hand_over": hand_over(),
 }
-"""The kernels that are more than one instruction with what it needs."""
+"""Cases of whole kernels, with more than one instruction under test."""
 
 CASES: Mapping[str, Case] = {**WHOLE, **dict(tile_cases()), **dict(box_cases())}

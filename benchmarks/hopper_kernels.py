@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Results of the simulator's kernels for Hopper on a GPU: outputs, and Nsight Compute's counts."""
+"""Run the simulator's kernels for Hopper on a GPU: outputs, and Nsight Compute's counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RESULTS = "benchmarks/results/hopper_kernels_h200.json"
 LONGEST_S = 5.0  # of one launch
 
 OPCODES = (
-    "sass__inst_executed_per_opcode_with_modifier_all",  # by warps, also where the predicate is off
+    "sass__inst_executed_per_opcode_with_modifier_all",  # by warps, even if the predicate is off
     "sass__thread_inst_executed_true_per_opcode_with_modifier_all",
 )
 METRICS = (
@@ -85,10 +85,10 @@ METRICS = (
 
 DESCRIPTION = f"""\
 Run the kernels of tests/ptx/kernels/hopper_*.cu, from the committed PTX, on the inputs of
-hopper_cases.py, and compare what they write with what NumPy computes. Then let Nsight Compute count
-in those that are more than a single copy or product, and ask the driver which tensor maps it takes.
-{RESULTS} gets errors, counts and verdicts, and the file beside it with the ending .npz what was
-written, of kernels whose sums depend on the order; the tests compare the simulator with both.
+hopper_cases.py, and compare their outputs with NumPy's. Nsight Compute then counts in the kernels
+that do more than a single copy or product, and the driver tells which tensor maps it takes.
+Errors, counts and verdicts go to {RESULTS}. The file beside it with the ending .npz gets the
+outputs of kernels whose sums depend on the order. The tests compare the simulator with both files.
 """
 
 EXAMPLES = f"""\
@@ -98,14 +98,14 @@ examples:
   in a copy without git, and keeping the data elsewhere:
     python benchmarks/hopper_kernels.py --commit 68cfc22 --json hopper.json
 
-exit status: 0 all outputs are right, 1 some are not, 2 wrong usage, no GPU or no profiler;
+exit status: 0 all outputs are right, 1 an output is wrong, 2 wrong usage, no GPU or no profiler,
 130 interrupted
 """
 
 
 @dataclass(frozen=True)
 class Output:
-    """The record of one case, beside what NumPy computes. error: as `Case.error`."""
+    """The record of one case. error: as `Case.error`, against NumPy's output."""
 
     case: str
     error: float
@@ -113,8 +113,8 @@ class Output:
 
 @dataclass(frozen=True)
 class CountedCase:
-    """One launch. counts: by metric; None where the GPU has no number. opcodes: of SASS, as warps
-    execute them. true: by threads whose predicate holds."""
+    """One launch. counts: by metric; None if the GPU has no number. opcodes: executions by warps,
+    by opcode of SASS. true: executions by threads whose predicate holds."""
 
     case: str
     counts: Mapping[str, float | None]
@@ -124,7 +124,7 @@ class CountedCase:
 
 @dataclass(frozen=True)
 class MapVerdict:
-    """Whether the driver takes a tensor map. fields: those of `map_variants`, printed."""
+    """The driver's verdict on a tensor map. fields: of `map_variants`, as text."""
 
     fields: str
     is_taken: bool
@@ -132,7 +132,7 @@ class MapVerdict:
 
 @dataclass(frozen=True)
 class HopperKernels(RecordFile):
-    """Everything that one run found. profiler: its version."""
+    """Results of one run. profiler: its version."""
 
     FORMAT: ClassVar[int] = 1
     HOLDS: ClassVar[str] = "outputs and counts of Hopper's units"
@@ -144,7 +144,7 @@ class HopperKernels(RecordFile):
     maps: tuple[MapVerdict, ...]
 
     def table(self) -> Table:
-        """A row a metric, a column a counted case."""
+        """Table of one row per metric and one column per counted case."""
         rows = [
             [metric, *(f"{launch.counts.get(metric) or 0:.0f}" for launch in self.launches)]
             for metric in METRICS
@@ -154,7 +154,8 @@ class HopperKernels(RecordFile):
 
 @functools.cache
 def _kernel(module: str, kernel: str, shared_bytes: int) -> LoadedKernel:
-    """The driver compiles the PTX; what it says of lines refers to strings that are not there."""
+    """Load a kernel; the driver compiles the PTX. Line information is removed, since it refers to
+    strings that the PTX lacks."""
     text = (KERNELS / f"{module}.ptx").read_text()
     return LoadedKernel(
         re.sub(r"^\s*\.(loc|file)\s.*\n", "", text, flags=re.MULTILINE).encode(),
@@ -163,7 +164,8 @@ def _kernel(module: str, kernel: str, shared_bytes: int) -> LoadedKernel:
 
 
 def launch(case: Case) -> np.ndarray:
-    """The output of the kernel. Raises DriverError, and RuntimeError if it hangs."""
+    """Launch a case; return the kernel's output. Raises DriverError, and RuntimeError if the kernel
+    hangs."""
     buffers = {
         name: torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).cuda()
         for name, array in case.buffers.items()
@@ -178,13 +180,13 @@ def launch(case: Case) -> np.ndarray:
     ended.record(torch.cuda.default_stream())
     while not ended.query():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{case.kernel} does not end within {LONGEST_S} s")
+            raise RuntimeError(f"{case.kernel} did not end within {LONGEST_S} s")
     before = case.buffers[case.output]
     return buffers[case.output].cpu().numpy().view(before.dtype).reshape(before.shape)
 
 
 def verdict(fields: Mapping[str, Any]) -> MapVerdict:
-    """The driver's."""
+    """Ask the driver for its verdict on a tensor map."""
     try:
         encode_tensor_map(SimpleNamespace(l2_promotion="none", **fields))
     except DriverError:
@@ -193,12 +195,12 @@ def verdict(fields: Mapping[str, Any]) -> MapVerdict:
 
 
 def recorded(case: Case, output: np.ndarray) -> np.ndarray:
-    """The rows of an output that are kept."""
+    """Rows of an output that are kept."""
     return output.reshape(-1, output.shape[-1])[:: case.kept]
 
 
 def count(profiler: NsightCompute) -> tuple[CountedCase, ...]:
-    """All of `WHOLE`. Raises ProfilerError."""
+    """Count all cases of `WHOLE`. Raises ProfilerError."""
     command = [sys.executable, __file__, "--launch"]
     names = "|".join(f"^{case.kernel}$" for case in WHOLE.values())
     metrics = profiler.available((*METRICS, *OPCODES))
@@ -225,13 +227,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=f"errors and counts (default: {RESULTS})",
     )
-    parser.add_argument("--launch", action="store_true", help="what ncu is to look at")
+    parser.add_argument("--launch", action="store_true", help="only launch the kernels, for ncu")
     add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
-    """Run, count, print and write; the exit status. Raises KernelsNotRun and ProfilerError."""
+    """Run, count, print and write; returns the exit status. Raises KernelsNotRun and
+    ProfilerError."""
     if not torch.cuda.is_available():
         raise KernelsNotRun("the kernels were not run: no CUDA device was found")
     if arguments.launch:

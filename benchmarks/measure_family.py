@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the speed of a family's steps, one file of results for each kind of problem."""
+"""Measure the speed of a family's steps, with one file of results per kind of problem."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from flash_helpers.registry.family import Family
 from flash_helpers.tune.winners import load_best
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN = "main"  # the kind whose file has no name of its own
+MAIN = "main"  # the kind that is left out of its file's name
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 WHOLE = (512, 1024, 2048, 4096, 7680, 15360)  # which tiles of 192 rows and 80 keys divide, too
 ALONE = (1024, 2048, 4096, 8192, 16384)
 ODD = (1000, 1024, 4000, 4096, 8191, 8192, 15360)
 DESCRIPTION = """\
-Run pt_bench.py once for each kind of problem that the family takes: of attention its last steps and
-the winners of sweeps on one sequence at a time, on causal problems, on grouped heads, in both
-dtypes, at odd lengths, and the last step with the winners, with a causal mask and without, in
-bursts and sustained; of any other operation the same in all dtypes; then all of its steps beside
-each other. The files are FOLDER/FAMILY_KIND_GPU.json. A run can be ended at any time: the same
-command goes on with the files in FOLDER. Shortest first. FlashAttention-3 takes part where fa3_fwd
-is installed. Further options go to each pt_bench.py.
+Run pt_bench.py once for each kind of problem that the family takes, the shortest first. A family of
+attention has its last steps and the winners of sweeps measured on one sequence at a time, on causal
+problems, on grouped heads, in both dtypes and at odd lengths. The last step and the winners are
+also measured with a causal mask and without, in bursts and sustained. A family of another operation
+has its last steps measured in all dtypes. At the end all steps are measured beside each other.
+
+The files are FOLDER/FAMILY_KIND_GPU.json. A run can be interrupted at any time: the same command
+continues with the files in FOLDER. FlashAttention-3 takes part if fa3_fwd is installed. Further
+options go to each pt_bench.py.
 """
 EXAMPLES = """\
 examples:
-  all that benchmarks/results has of family hopper, within about half an hour:
+  all kinds of family hopper, within about half an hour:
     python benchmarks/measure_family.py hopper build/results h200 --commit 68cfc22
   the commands, without running them:
     python benchmarks/measure_family.py hopper build/results h200 --list
 
-exit status: 0 all was measured, 1 a kernel failed, 2 wrong usage or nothing was run,
+exit status: 0 all kinds were measured, 1 a kernel failed, 2 wrong usage or nothing was run,
 130 interrupted
 """
 
@@ -52,10 +54,10 @@ exit status: 0 all was measured, 1 a kernel failed, 2 wrong usage or nothing was
 class Kind:
     """A kind of problem, and the kernels measured on it.
 
-    name: in the file's name; "" for the family's main file. sizes: the operation's own where there
-    are none. options: of pt_bench.py. steps: number of steps, counted from the last; None for all.
-    all_dtypes: those of the family, instead of one. winners: whether the winners of sweeps take
-    part.
+    name: in the file's name; "" for the family's main file. sizes: if empty, the operation's own.
+    options: of pt_bench.py. steps: number of steps, counted from the last; None for all steps.
+    all_dtypes: whether all dtypes of the family are measured, instead of one. winners: whether the
+    winners of sweeps take part.
     """
 
     name: str
@@ -135,7 +137,7 @@ def is_causal(config: Config) -> bool:
 
 
 def winners(family: Family, dtypes: Sequence[Element], causal: bool) -> Iterator[Config]:
-    """The configs of the family's last step with winners that sweeps found on any GPU."""
+    """Configs of the family's last step that won a sweep on any GPU."""
     files = sorted((ROOT / "configs").glob("best_*.json"))
     entries = [entry for path in files for entry in load_best(path).best]
     entries = [entry for entry in entries if bool(entry.options.get("causal")) == causal]
@@ -150,13 +152,13 @@ def winners(family: Family, dtypes: Sequence[Element], causal: bool) -> Iterator
 def commands(
     family: Family, folder: Path, gpu: str, more: Sequence[str], only: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """Arguments of pt_bench.py for each kind of problem that the family takes, or for those that
-    are named. Raises ValueError for a name that no kind has."""
+    """Arguments of pt_bench.py for each kind of problem that the family takes, or for the named
+    kinds. Raises ValueError for an unknown name."""
     built = configs_to_build(ROOT)
     kinds = {kind.name or MAIN: kind for kind in KINDS.get(family.operation.name, OTHER_KINDS)}
     if unknown := set(only or ()) - {*kinds}:
         raise ValueError(
-            f"{family.name} has no kind {', '.join(sorted(unknown))}: it has {', '.join(kinds)}"
+            f"{family.name} has no kind {', '.join(sorted(unknown))}: choose {', '.join(kinds)}"
         )
     chosen = [(kinds[name], kinds[name].kernels(family, built)) for name in only or kinds]
     return [
@@ -172,9 +174,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("folder", type=output_folder, metavar="FOLDER")
-    parser.add_argument("gpu", metavar="GPU", help="such as h200: a file's name ends in it")
+    parser.add_argument("gpu", metavar="GPU", help="end of the files' names, such as h200")
     parser.add_argument(
-        "--kind", nargs="+", metavar="KIND", help=f"only these ({MAIN}: all steps; default: all)"
+        "--kind", nargs="+", metavar="KIND", help=f"kinds ({MAIN}: all steps; default: all kinds)"
     )
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     return parser.parse_known_args(argv)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How many cycles of an SM a tensor core instruction takes, by Nsight Compute."""
+"""Count the cycles of an SM per tensor core instruction, by Nsight Compute."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ RESULTS = "benchmarks/results/mma_cycles_h100.json"
 LAUNCHES = 3
 MMA_TYPES = (Element.FP16, Element.BF16)
 INSTRUCTIONS = "sm__inst_executed_pipe_tensor.sum"
-CYCLES = "sm__cycles_active.sum"  # of all SMs: clocks do not matter
+CYCLES = "sm__cycles_active.sum"  # over all SMs; cycles do not depend on the clock
 
 DESCRIPTION = f"""\
-Count, with Nsight Compute, the tensor core instructions of the loop of mma.sync whose speed
-pt_bench.py compares with (src/include/mma_rate.cuh: eight independent m16n8k16 a warp, 16 warps an
-SM, operands in registers), and the cycles that the SMs were busy with it. Unlike TFLOP/s, cycles
-do not depend on the clock. The tools' bounds (flash_helpers.sass.read.opcodes) use the quotient.
-{LAUNCHES} launches a dtype.
+Count, with Nsight Compute, the tensor core instructions in a loop of mma.sync, and the SMs' busy
+cycles. pt_bench.py reports the speed of the same loop (src/include/mma_rate.cuh: eight independent
+m16n8k16 per warp, 16 warps per SM, operands in registers). Unlike TFLOP/s, cycles do not depend on
+the clock. The tools' bounds (flash_helpers.sass.read.opcodes) use the quotient of the two counts.
+Each dtype has {LAUNCHES} launches.
 """
 
 EXAMPLES = f"""\
@@ -49,7 +49,7 @@ examples:
   in a copy without git, and keeping the data elsewhere:
     python benchmarks/mma_cycles.py --commit 68cfc22 --json mma.json
 
-exit status: 0 it was counted, 2 wrong usage, no GPU or no profiler; 130 interrupted
+exit status: 0 counted, 2 wrong usage, no GPU or no profiler, 130 interrupted
 """
 
 
@@ -64,7 +64,7 @@ class LoopLaunch:
 
 @dataclass(frozen=True)
 class MmaCycles(RecordFile):
-    """Everything that one run counted. profiler: its version."""
+    """Counts of one run. profiler: its version."""
 
     FORMAT: ClassVar[int] = 1
     HOLDS: ClassVar[str] = "cycles of mma.sync"
@@ -74,7 +74,7 @@ class MmaCycles(RecordFile):
     launches: tuple[LoopLaunch, ...]
 
     def table(self) -> Table:
-        """A row a launch."""
+        """Table of one row per launch."""
         header = ["dtype", "instructions", "cycles of SMs", "cycles each"]
         rows = [
             [m.dtype, str(m.instructions), str(m.cycles), number(m.cycles / m.instructions, 4)]
@@ -91,18 +91,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
-        help=f"what was counted (default: {RESULTS})",
+        help=f"file of the counts (default: {RESULTS})",
     )
     parser.add_argument(
-        "--launch", choices=[d.short for d in MMA_TYPES], help="what ncu is to look at"
+        "--launch", choices=[d.short for d in MMA_TYPES], help="only launch, for ncu"
     )
     add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
 def launch(dtype: str) -> int:
-    """Launch the loop and wait; the exit status."""
-    import torch  # which --help does not wait for
+    """Launch the loop and wait; returns the exit status."""
+    import torch  # late, so that --help is fast
 
     from flash_helpers.runtime.mma_loop import MmaLoop
 
@@ -115,7 +115,7 @@ def launch(dtype: str) -> int:
 
 
 def count(profiler: NsightCompute, dtype: str) -> list[LoopLaunch]:
-    """The launches of one dtype. Raises ProfilerError."""
+    """Count the launches of one dtype. Raises ProfilerError."""
     command = [sys.executable, __file__, "--launch", dtype]
     found = profiler.profile(command, "^loop", (INSTRUCTIONS, CYCLES), dtype)
     counted = [(run.values.get(INSTRUCTIONS), run.values.get(CYCLES)) for run in found]
@@ -125,7 +125,7 @@ def count(profiler: NsightCompute, dtype: str) -> list[LoopLaunch]:
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
-    """Count, print and write; the exit status. Raises KernelsNotRun and ProfilerError."""
+    """Count, print and write; returns the exit status. Raises KernelsNotRun and ProfilerError."""
     backend = find_backend("cuda")
     if arguments.launch:
         return launch(arguments.launch)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How many wavefronts an access to shared memory takes, by Nsight Compute."""
+"""Count the wavefronts of accesses to shared memory, by Nsight Compute."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/shared_wavefronts_h200.json"
 METRIC = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 TILE_BYTES = 16384
-OFF = 0xFFFF_FFFF  # in place of the address of a lane that takes no part
+OFF = 0xFFFF_FFFF  # instead of the address, for a lane that takes no part
 
 DESCRIPTION = f"""\
-Launch one warp that accesses shared memory once, for each of several hundred patterns of addresses
-(conflicts, words that lanes share, lanes that take no part) and each kind of access: loads and
-stores of 4, 8 and 16 bytes per lane, stmatrix, atomics. Nsight Compute counts the wavefronts. The
-tests compare the counts of the simulator (flash_helpers.ptx.run.count.tally) with {RESULTS}.
+Launch one warp that accesses shared memory once, for each kind of access and each of several
+hundred patterns of addresses. The patterns have conflicts, words that lanes share, and lanes that
+take no part. The accesses are loads and stores of 4, 8 and 16 bytes per lane, stmatrix and atomics.
+Nsight Compute counts the wavefronts. The tests compare the simulator's counts
+(flash_helpers.ptx.run.count.tally) with {RESULTS}.
 """
 
 EXAMPLES = f"""\
@@ -54,10 +55,10 @@ examples:
   in a copy without git, and keeping the data elsewhere:
     python benchmarks/shared_wavefronts.py --commit 68cfc22 --json wavefronts.json
 
-exit status: 0 it was counted, 2 wrong usage, no GPU or no profiler; 130 interrupted
+exit status: 0 counted, 2 wrong usage, no GPU or no profiler, 130 interrupted
 """
 
-# Of each lane the index of its word, None where it takes no part.
+# The index of each lane's word; None for a lane that takes no part.
 Words = list[int | None]
 
 
@@ -65,7 +66,7 @@ Words = list[int | None]
 
 
 def regular() -> dict[str, Words]:
-    """Lanes that share words in groups, and strides."""
+    """Patterns of groups of lanes that share words, and of strides."""
     lanes = range(WARP)
     found = {"linear": [*lanes], "same": [0] * WARP, "reversed": [31 - lane for lane in lanes]}
     for n in (2, 4, 8, 16):
@@ -77,8 +78,8 @@ def regular() -> dict[str, Words]:
 
 
 def in_pairs() -> dict[str, Words]:
-    """Lanes that share a word with the one whose number differs in one bit, and halves and quarters
-    of the warp that differ from the rest."""
+    """Patterns of lanes that share a word with the lane whose number differs in one bit, and of
+    halves and quarters of the warp that differ from the rest."""
     lanes, found = range(WARP), {}
     for bit in range(5):
         below = (1 << bit) - 1
@@ -118,7 +119,7 @@ MASKS: Mapping[str, Callable[[int], bool]] = {
 
 
 def masked(name: str, masks: Sequence[str] = tuple(MASKS)) -> dict[str, Words]:
-    """A regular pattern of some lanes alone."""
+    """A regular pattern in which only some lanes take part."""
     words = regular()[name]
     return {
         f"{name}_{mask}": [w if MASKS[mask](lane) else None for lane, w in enumerate(words)]
@@ -132,8 +133,8 @@ CHOICES = ((2, 64), (4, 64), (8, 16), (8, 256), (16, 16), (16, 64), (24, 32), (3
 def scattered(
     count: int, seed: int, shared_bits: Sequence[int] = (0,), share_off: float = 0.0
 ) -> dict[str, Words]:
-    """Words drawn at random, some of so many. shared_bits: of the lane's number, those that do not
-    matter for its word. share_off: of the lanes that take no part."""
+    """Patterns of random words. shared_bits: bits of the lane's number that do not matter for its
+    word. share_off: share of the lanes that take no part."""
     found: dict[str, Words] = {}
     for n in range(count):
         rng = random.Random(1000 * seed + n)
@@ -148,7 +149,7 @@ def scattered(
 
 
 def for_loads(size: int) -> dict[str, Words]:
-    """For loads of 8 and 16 bytes, of which parts of a warp may be served together."""
+    """Patterns for loads of 8 and 16 bytes, which may serve parts of a warp together."""
     return {
         **regular(),
         **in_pairs(),
@@ -162,12 +163,12 @@ def for_loads(size: int) -> dict[str, Words]:
 
 
 def for_stores(size: int) -> dict[str, Words]:
-    """For stores of 8 and 16 bytes."""
+    """Patterns for stores of 8 and 16 bytes."""
     return {**regular(), **masked("linear"), **masked("div2"), **scattered(18, 10 + size)}
 
 
 def for_words() -> dict[str, Words]:
-    """For accesses of 4 bytes, and atomics: words that differ and share a bank too."""
+    """Patterns for accesses of 4 bytes, and for atomics: also different words in one bank."""
     lanes = range(WARP)
     return {
         **regular(),
@@ -190,8 +191,8 @@ def for_words() -> dict[str, Words]:
 
 @dataclass(frozen=True)
 class Access:
-    """A kind of access. size: bytes of a lane. instruction: it, on address %a, 32-bit values %x0 to
-    %x3 and the 64-bit value %y. counted: the last part of the metric's name."""
+    """A kind of access. size: bytes per lane. instruction: PTX with address %a, 32-bit values %x0
+    to %x3 and the 64-bit value %y. counted: last part of the metric's name."""
 
     size: int
     instruction: str
@@ -230,13 +231,13 @@ ACCESSES: Mapping[str, Access] = {
 
 
 def addresses(access: Access, words: Words) -> list[int]:
-    """The argument of a kernel for each lane: the offset of its word in bytes, or OFF."""
+    """Argument of a kernel for each lane: the byte offset of its word, or OFF."""
     return [OFF if word is None else word * access.size for word in words]
 
 
 def module() -> str:
-    """PTX: a kernel for each access, of one warp. It takes pointers to the addresses, and to where
-    its results go (64 bytes a lane)."""
+    """PTX of one kernel per access, each of one warp. A kernel takes a pointer to the addresses and
+    a pointer to its results (64 bytes per lane)."""
     kernels = []
     for name, access in ACCESSES.items():
         first = ""
@@ -273,7 +274,7 @@ ret;
 
 
 def launch(name: str) -> int:
-    """Launch an access with each of its patterns; the exit status. Raises DriverError."""
+    """Launch an access with each of its patterns; returns the exit status. Raises DriverError."""
     access = ACCESSES[name]
     words = [addresses(access, words) for words in access.patterns.values()]
     tables = torch.from_numpy(np.array(words, np.uint32).view(np.int32)).cuda()
@@ -291,8 +292,8 @@ def launch(name: str) -> int:
 
 @dataclass(frozen=True)
 class CountedPattern:
-    """One launch. access: a key of ACCESSES. words: of each lane, in units of what it accesses;
-    None where it takes no part."""
+    """One launch. access: a key of ACCESSES. words: index of each lane's word, in units of the
+    access's size; None for a lane that takes no part."""
 
     access: str
     pattern: str
@@ -302,7 +303,7 @@ class CountedPattern:
 
 @dataclass(frozen=True)
 class SharedWavefronts(RecordFile):
-    """Everything that one run counted. profiler: its version."""
+    """Counts of one run. profiler: its version."""
 
     FORMAT: ClassVar[int] = 1
     HOLDS: ClassVar[str] = "wavefronts of shared memory"
@@ -312,7 +313,7 @@ class SharedWavefronts(RecordFile):
     patterns: tuple[CountedPattern, ...]
 
     def table(self) -> Table:
-        """A row an access."""
+        """Table of one row per access."""
         rows = []
         for name in dict.fromkeys(p.access for p in self.patterns):
             counts = {p.pattern: p.wavefronts for p in self.patterns if p.access == name}
@@ -321,16 +322,16 @@ class SharedWavefronts(RecordFile):
         header = [
             "access",
             "patterns",
-            "one word a lane",
+            "one word per lane",
             "one word",
-            "one for two",
+            "one for two lanes",
             "every second",
         ]
         return Table(header, rows)
 
 
 def count(profiler: NsightCompute, name: str) -> list[CountedPattern]:
-    """The launches of one access. Raises ProfilerError."""
+    """Count the launches of one access. Raises ProfilerError."""
     access = ACCESSES[name]
     metric = METRIC.format(access.counted)
     command = [sys.executable, __file__, "--launch", name]
@@ -351,15 +352,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
-        help=f"what was counted (default: {RESULTS})",
+        help=f"file of the counts (default: {RESULTS})",
     )
-    parser.add_argument("--launch", choices=list(ACCESSES), help="what ncu is to look at")
+    parser.add_argument("--launch", choices=list(ACCESSES), help="only launch, for ncu")
     add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
-    """Count, print and write; the exit status. Raises KernelsNotRun and ProfilerError."""
+    """Count, print and write; returns the exit status. Raises KernelsNotRun and ProfilerError."""
     if arguments.launch:
         return launch(arguments.launch)
     backend = find_backend("cuda")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Time the simulator: every step at the small shape, how time grows with the blocks, and attention
-by roles with Hopper's units. Each time is the least of three runs, since machines are shared."""
+"""Time the simulator: every step at the small shape, shapes with more blocks, and attention by
+roles with Hopper's units. Each time is the least of three runs, since machines are shared."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ examples:
 
 
 def processor() -> str:
-    """The name of the CPU, where the system tells it."""
+    """Name of the CPU, if the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -72,17 +72,17 @@ def processor() -> str:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has held, in MiB."""
+    """Most memory that this process has held, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def timed(run: Callable[[], Run]) -> dict[str, Any]:
-    """The least time of `RUNS` runs, which read the PTX if the kernel is run for the first time,
-    the most memory that the process has held by then, and counts."""
+    """Least time of `RUNS` runs, most memory that the process has held so far, and counts. The
+    first run of a kernel also reads its PTX."""
     seconds = []
     for _ in range(RUNS):
-        gc.collect()  # what a run before has left
+        gc.collect()  # frees the memory of the runs before
         began = time.perf_counter()
         total = run().counters.total
         seconds.append(time.perf_counter() - began)
@@ -96,7 +96,7 @@ def timed(run: Callable[[], Run]) -> dict[str, Any]:
 
 
 def measure(config: Config, asked: Problem) -> dict[str, Any]:
-    """A step's kernel on a problem in the step's dtype."""
+    """Time a step's kernel on a problem in the step's dtype."""
     from flash_helpers.check.tensors import tensors_for  # with torch, which --help leaves out
     from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
@@ -114,8 +114,9 @@ def measure(config: Config, asked: Problem) -> dict[str, Any]:
 
 
 def measure_hopper() -> dict[str, Any]:
-    """A producer warp and two warpgroups of consumers, one head, a block per 128 rows."""
-    from hopper_cases import attention  # which computes for all of its cases
+    """Time attention by a producer warp and two warpgroups of consumers: one head, and one thread
+    block per 128 rows."""
+    from hopper_cases import attention  # late: its import computes the inputs of all cases
 
     from flash_helpers.ptx import DeviceMemory, TensorMap, load_ptx
 
@@ -161,7 +162,7 @@ def run(command: str, path: Path) -> None:
     work: list[tuple[Config, Problem]] = [(c, c.family.operation.small) for c in configs]
     last = [config for config in configs if config.family.operation is OPERATION][-1]
     work += [(last, shape) for shape in SCALING_SHAPES]
-    hopper = measure_hopper()  # first, so that the peak is its own
+    hopper = measure_hopper()  # first, so that the peak of memory is its own
     records = [measure(*item) for item in bar(work, desc="simulator", unit="kernel")]
     small, scaling = records[: len(configs)], records[len(configs) :]
     document = {

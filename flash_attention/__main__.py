@@ -1,4 +1,4 @@
-"""Print what the library was built with, the GPU that it would run on, and the simulator."""
+"""Print the kernels of the library, the GPU that it would run on, and the simulator."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flash_helpers.runtime import library
 
 
 def device_text() -> str:
-    """The current CUDA device, or why there is none."""
-    import torch  # which --help does not wait for
+    """The current CUDA device, or the reason why there is none."""
+    import torch  # late, so that --help is fast
 
     if torch.cuda.is_available():
         index = torch.cuda.current_device()
@@ -26,7 +26,7 @@ def device_text() -> str:
 
 
 def simulator_text(n_kernels: int) -> str:
-    """How CPU tensors are computed, in words."""
+    """Sentence on the computation of CPU tensors."""
     folder = library.package_folder() / PTX_FOLDER
     n_files = len(list(folder.glob("*.ptx")))
     return f"CPU tensors run the PTX of {n_files} of {n_kernels} kernels in {folder}"
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_summary(as_json: bool) -> int:
-    """Print what is there; returns 1 if the library cannot be loaded."""
+    """Print the summary; returns 1 if the library cannot be loaded."""
     try:
         found = summary()
     except RuntimeError as error:

@@ -25,14 +25,14 @@ from flash_helpers.runtime.tensors import (
 from flash_helpers.tune.best import choose_config, newest_that_takes
 
 # -- operators -------------------------------------------------------------------------------------
-# What torch.compile, tracers, transforms and autograd see. Not torch.library.custom_op, the layers
-# of which take longer than all that is done here.
+# The operators that torch.compile, tracers, transforms and autograd see. torch.library.custom_op is
+# not used: its layers take longer than all work here.
 
 _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
-_NAMES = tuple(AttentionForward.axes)  # of tensors, in the order in which operators take them
+_NAMES = tuple(AttentionForward.axes)  # of tensors, in the operators' order
 _ELEMENTS = (Element.FP16, Element.BF16)
 _KEYS = torch._C.DispatchKey
-# All but those of a call on plain tensors that nobody traces, transforms or watches.
+# All dispatch keys except those of a call on plain tensors without tracing or transforms.
 _OTHER_KEYS = ~functools.reduce(
     int.__or__,
     (
@@ -43,7 +43,7 @@ _OTHER_KEYS = ~functools.reduce(
 
 
 class _NoBackward(torch.autograd.Function):
-    """Takes part in a graph to refuse what leads through it."""
+    """A node of the autograd graph that refuses differentiation through it."""
 
     @staticmethod
     def forward(_: Any, function: Callable, *args: Any) -> Any:
@@ -57,7 +57,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _refuse_transforms(args: tuple[Any, ...]) -> None:
-    """Refuse torch.func.grad and its like, which the graph of `_NoBackward` does not go with."""
+    """Refuse torch.func.grad and its like, which `_NoBackward` does not catch."""
     is_tracked = torch._C._functorch.is_gradtrackingtensor
     if any(is_tracked(arg) for arg in args if isinstance(arg, torch.Tensor)):
         raise RuntimeError(
@@ -68,7 +68,7 @@ def _refuse_transforms(args: tuple[Any, ...]) -> None:
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:
-    """Refuse forward-mode derivatives, which would be taken for zero."""
+    """Refuse forward-mode derivatives, which PyTorch would take for zero."""
     tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(
@@ -79,7 +79,8 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
 
 
 def _define(schema: str, function: Callable, fake: Callable) -> Callable:
-    """The operator of a schema. function: of dense tensors. fake: the result without memory."""
+    """Define the operator of a schema. function: computes on dense tensors. fake: makes the result
+    without memory."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     operator = getattr(torch.ops.flash_attention, name).default
@@ -96,7 +97,7 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
             return _NoBackward.apply(redispatch, keys, *args)
         if keys.raw_repr() & _OTHER_KEYS:
             return redispatch(keys, *args)
-        return function(*args)  # where it would lead to, but dispatching takes time
+        return function(*args)  # dispatching would end here too, and takes time
 
     def checked(function: Callable) -> Callable:
         def call(*args: Any) -> Any:
@@ -143,7 +144,7 @@ def _compute_out(
 ) -> None:
     given = (q, k, v, o) if lse is None else (q, k, v, o, lse)
     compute(_config(cfg), _asked(cfg, softmax_scale), given)
-    for output in (o, lse):  # autograd would see that a tensor it has saved was overwritten
+    for output in (o, lse):  # so that autograd notices the overwriting of a saved tensor
         if output is not None and not output.is_inference():
             torch.autograd.graph.increment_version(output)
 
@@ -164,13 +165,13 @@ def _compute_attention_lse(
 
 
 def _new_lse(q: torch.Tensor) -> torch.Tensor:
-    if q.ndim != 4:  # which is refused where all are looked at
+    if q.ndim != 4:  # refused in the check of all tensors
         return torch.empty(0, device=q.device)
     return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
 
 
 def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[str, Laid]) -> Config:
-    """Return the config that attention() computes with. asked: None, and the options.
+    """Return the config that attention() uses. asked: None, and the options.
 
     Raises ValueError, with a way out, if no kernel computes the problem.
     """
@@ -189,7 +190,8 @@ def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[st
 
 
 def _transposed_text(given: Mapping[str, Laid], element: Element, options: dict[str, Any]) -> str:
-    """Return the way out for tensors that seem to be (batch, heads, seq, d_head); "" for others."""
+    """Return the way out for tensors that seem to be (batch, heads, seq, d_head); "" for other
+    tensors."""
     shapes = {name: tuple(given[name].shape) for name in "qkv"}
     if any(len(shape) != 4 for shape in shapes.values()) or shapes["q"][2] <= shapes["q"][1]:
         return ""
@@ -214,9 +216,9 @@ def _simulated_text(problem: AttentionForward) -> str:
     scale = "" if problem.has_usual_scale else f", softmax_scale={problem.softmax_scale:g}"
     lse = ", lse=lse" if problem.return_lse else ""
     return (
-        "on CPU tensors attention() takes kernels of the portable families alone; "
-        f'forward("{config.short_form()}", q, k, v{scale}{lse}) simulates one that takes it, and '
-        "simulate() counts it too"
+        "on CPU tensors attention() takes only kernels of the portable families; "
+        f'forward("{config.short_form()}", q, k, v{scale}{lse}) simulates a kernel that computes '
+        "this problem, and simulate() counts it too"
     )
 
 
@@ -260,7 +262,7 @@ def _fake_attention_lse(
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), given["lse"]
 
 
-# No defaults: Inductor passes by name what has one, which makes a call 1 µs longer.
+# No defaults: Inductor passes arguments with defaults by name, which makes a call 1 µs longer.
 _forward = _define(
     "forward(str cfg, Tensor q, Tensor k, Tensor v, float? softmax_scale) -> Tensor",
     _compute,
@@ -285,7 +287,7 @@ _attention_lse = _define(
 )
 
 
-# -- what users call -------------------------------------------------------------------------------
+# -- functions for users ---------------------------------------------------------------------------
 
 
 def attention(
@@ -297,31 +299,34 @@ def attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · softmax_scale) v for every batch and head, by the kernel that is best for it.
+    """Compute softmax(q kᵀ · softmax_scale) v for each batch and head, by the best kernel for the
+    problem.
 
-    That is the first that supports the problem among, for the last step of each family of kernels
-    that the device runs, the newest family first: the winners of sweeps on problems of about as
-    many queries, with or without a causal mask, the one whose tiles this problem fills the fastest
-    first; the step's fixed config; and the like with a mask. Nothing is padded or copied to make it
-    fit.
+    Candidates come from the last step of each family of kernels that the device runs, the newest
+    family first. The first candidate that supports the problem is taken:
+      1. winners of sweeps on problems of about as many queries, with or without a causal mask, the
+         fastest for this problem's lengths first;
+      2. the step's fixed config;
+      3. variants of both for the mask.
+    Tensors are neither padded nor copied to fit a kernel.
 
-    q: (batch, len_q, heads, d_head), fp16 or bf16. k, v: (batch, len_k, kv_heads, d_head), of its
-        dtype, on its device; kv_heads divides heads, and head h of q uses head
-        h // (heads // kv_heads) of k and v. Of the layouts that `forward` takes.
+    q: (batch, len_q, heads, d_head), fp16 or bf16.
+    k, v: (batch, len_k, kv_heads, d_head), with the dtype and device of q. kv_heads divides heads,
+        and head h of q uses head h // (heads // kv_heads) of k and v. Layouts are as for `forward`.
     causal: query i sees key j if j <= i + len_k - len_q. The mask is aligned to the bottom right,
-        where the last query meets the last key; PyTorch's is_causal is aligned to the top left,
-        which is another mask where the lengths differ.
+        where the last query meets the last key. PyTorch's is_causal is aligned to the top left,
+        which is another mask if the lengths differ.
     softmax_scale: 1/sqrt(d_head) by default.
-    return_lse: also return, of each row, the natural logarithm of the sum of
-        exp(q kᵀ · softmax_scale) over the keys that it sees: (batch, heads, len_q), fp32.
+    return_lse: also return, for each row, the natural logarithm of the sum of
+        exp(q kᵀ · softmax_scale) over the keys that the row sees: (batch, heads, len_q), fp32.
 
-    Returns o, of the shape and dtype of q, contiguous; with return_lse (o, lse). A query that sees
-    no key has 0 in o and -inf in lse. Runs where and how `forward` does, under torch.compile and in
-    CUDA graphs too, and has no backward pass either.
+    Returns o, with the shape and dtype of q, contiguous; with return_lse (o, lse). A query that
+    sees no key has 0 in o and -inf in lse. Runs on the same devices as `forward`, under
+    torch.compile and in CUDA graphs too, and has no backward pass.
 
-    Raises what `forward` raises. A ValueError names what no kernel of the device supports, and the
-    nearest that one does; which kernels take which lengths, heads and options is a table of
-    README.md.
+    Raises the errors of `forward`. A ValueError names the property that no kernel of the device
+    supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads and
+    options that each family of kernels takes.
     """
     _check_tensors(q, k, v)
     _check_flag("causal", causal)
@@ -340,29 +345,31 @@ def forward(
     softmax_scale: float | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ · softmax_scale) v for every batch and head, by the kernel of `cfg`; with a
-    causal mask, as `attention` has it, if the config is causal.
+    """Compute softmax(q kᵀ · softmax_scale) v for each batch and head, by the kernel of `cfg`. If
+    the config is causal, the mask is that of `attention`.
 
-    cfg: a config, or its short form, that the library was built with (`kernels()`).
-    q, k, v: (batch, seq, heads, d_head), of the config's dtype, on one device; of what shapes is
-        what the config supports (`cfg.supports`): d_head 128, seq a multiple of B_r and B_c and the
-        same for all, unless a step says more. Any strides that are multiples of 8 elements, 1 in
-        the last dimension, from 16-byte aligned memory.
-    o: written and returned if given, with the shape, dtype and device of q, overlapping nothing;
-        otherwise a new contiguous tensor.
+    cfg: a config of the library, or its short form (`kernels()` lists them).
+    q, k, v: (batch, seq, heads, d_head), with the config's dtype, on one device. `cfg.supports`
+        tells the shapes: d_head 128, and one seq for all tensors that is a multiple of B_r and B_c,
+        unless the step takes more. Strides are multiples of 8 elements, 1 in the last dimension.
+        Memory is aligned to 16 bytes.
+    o: written and returned if given, with the shape, dtype and device of q, without overlap with
+        other tensors; otherwise a new contiguous tensor.
     softmax_scale: 1/sqrt(d_head) by default.
-    lse: written if given: of each row the natural logarithm of the sum of
-        exp(q kᵀ · softmax_scale), (batch, heads, seq), fp32, contiguous, overlapping nothing.
+    lse: written if given: for each row the natural logarithm of the sum of
+        exp(q kᵀ · softmax_scale), (batch, heads, seq), fp32, contiguous, without overlap with other
+        tensors.
 
     Runs on a CUDA device's current stream, without synchronising. On CPU tensors it runs the
-    kernel's PTX in the simulator (see `simulate`), which needs no GPU; a large shape is announced
-    with an estimate and a progress bar on stderr. There is no backward pass: differentiating
+    kernel's PTX in the simulator (see `simulate`), which needs no GPU. For a large shape, stderr
+    shows an estimate of the time and a progress bar. There is no backward pass: differentiating
     through the result raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument and for a
     config that was not built; RuntimeError on a device that is neither the CPU nor CUDA of compute
-    capability 8.0, or with CUDA's text when the launch fails. Nothing is launched then. A fault
-    that the simulator finds in the kernel is a RuntimeError with its text, and `o` is as before.
+    capability 8.0, and with CUDA's text if the launch fails. After these errors no kernel has run.
+    A fault that the simulator finds in the kernel is a RuntimeError with the fault's text, and `o`
+    is unchanged.
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     scale = _scale(softmax_scale)
@@ -386,9 +393,10 @@ def forward_timed(
     v: torch.Tensor,
     o: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """As `forward`, and how long the kernel took on the GPU, in milliseconds (CUDA events).
+    """Compute as `forward` does; return o and the kernel's time on the GPU in milliseconds, by CUDA
+    events.
 
-    Waits for the kernel to end. One launch on an idle GPU includes the time to launch it.
+    Waits for the kernel to end. On an idle GPU the time includes the launch.
     Raises RuntimeError for CPU tensors too: the simulator has no clock.
     """
     inputs = {"q": q, "k": k, "v": v}
@@ -415,14 +423,14 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Compute any operation by the kernel of `cfg`; return its outputs by name.
 
-    cfg: a config, or its short form, that the library was built with (`kernels()`); its operation
-        says what tensors there are, such as x and y of the softmax of rows.
+    cfg: a config of the library, or its short form (`kernels()` lists them). Its operation defines
+        the tensors, such as x and y for the softmax along rows.
     tensors: inputs, then outputs, in the operation's order. An output that is None or left out is
-        allocated, contiguous; one that is given is written, and overlaps nothing.
+        allocated, contiguous. A given output is written; it must not overlap other tensors.
     options: of the operation, such as softmax_scale.
 
-    Runs where `forward` does, but is no torch operator: torch.compile does not see it, and there is
-    no backward pass. Raises what `forward` raises.
+    Runs on the same devices as `forward`, but is not a torch operator: torch.compile does not see
+    it, and there is no backward pass. Raises the errors of `forward`.
     """
     config = resolve(cfg)
     operation = config.family.operation
@@ -465,13 +473,13 @@ def simulate(
     keep_going: bool = False,
     device: Device | None = None,
 ) -> tuple[torch.Tensor, Run]:
-    """As `forward` on CPU tensors; return the simulated run, too.
+    """Compute as `forward` does on CPU tensors; return o and the simulated run.
 
     keep_going: collect the faults of the kernel in `Run.faults` instead of raising the first one.
-    device: the GPU that the launches are made for, by default the largest of the first architecture
-        that the kernel is compiled for.
+    device: target GPU of the launches; by default the largest GPU of the first architecture that
+        the kernel is compiled for.
 
-    Raises what `forward` raises, and ValueError for tensors that are not on the CPU.
+    Raises the errors of `forward`, and ValueError for tensors that are not on the CPU.
     """
     outputs = {name: x for name, x in (("o", o), ("lse", lse)) if x is not None}
     check_types({"q": q, "k": k, "v": v, **outputs})
@@ -486,20 +494,20 @@ def simulate(
 
 
 def _check_tensors(*args: object) -> None:
-    """Refuse here what an operator would refuse in words of its own."""
+    """Refuse tensors that an operator would refuse with a less clear message."""
     for arg in args:
         if not isinstance(arg, torch.Tensor):
             check_types(dict(zip(_NAMES, args, strict=False)))
 
 
 def _check_flag(name: str, value: object) -> None:
-    """Refuse what is no bool: "no" would count as True."""
+    """Refuse a value that is not a bool: "no" would count as True."""
     if value is not True and value is not False:
         raise TypeError(f"{name} is {value!r}: pass True or False")
 
 
 def _scale(value: Any) -> float | None:
-    """Return the softmax scale as a number. Raises TypeError for what is none."""
+    """Return the softmax scale as a number. Raises TypeError for a value that is not a number."""
     if value is None or type(value) is float:
         return value
     if isinstance(value, (str, bool)):

@@ -20,8 +20,9 @@ from flash_helpers.measure.results import (
 
 
 def speed_table(results: BenchmarkResults) -> Table:
-    """A row an experiment, its parent first, then PyTorch's flash backend: percent of flash at each
-    length and of the harmonic means, of the parent, and of mma.sync's rate, and what it costs."""
+    """Table of one row per experiment, the parent first, then PyTorch's flash backend. The columns
+    are percent of flash at each length and of the harmonic means, percent of the parent and of the
+    rate of mma.sync, and the resources."""
     dtype = DTYPE.short
     has_rate = results.rate(MMA_SYNC, dtype) is not None
     header = [
@@ -56,7 +57,7 @@ def speed_table(results: BenchmarkResults) -> Table:
 
 
 def loop_table(code: MachineCode) -> Table:
-    """A row an experiment."""
+    """Table of one row per experiment."""
     _, *columns = fields(LoopFacts)
     rows = [
         [f"`{loop.name}`", *(str(getattr(loop, column.name)) for column in columns)]

@@ -1,6 +1,6 @@
-"""The experiments on step o5: which there are, and how they are compiled.
+"""The experiments on step o5 and their compilation.
 
-The log of what was expected and what came out is docs/tuning.md.
+docs/tuning.md is the log of expectations and outcomes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _COMMENT = re.compile(r"\s*//.*")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A kernel that differs from its parent in one thing, and is launched as it is.
+    """A kernel that differs from its parent in one point, and has the parent's launch.
 
-    title: that thing. header: that has the kernel, relative to the root. namespace: of the kernel.
+    title: the point. header: path of the kernel's header, relative to the root. namespace: of the
+    kernel.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Experiment:
     namespace: str
 
     def source(self, dtype: Element = DTYPE) -> Source:
-        """The compiled unit."""
+        """The unit to compile."""
         config = CONFIG.replace(dtype=dtype)
         return Source(
             self.name,
@@ -51,7 +52,7 @@ class Experiment:
         )
 
 
-# The parent first, then the experiments in the order of the log.
+# The parent first, then the experiments in the log's order.
 EXPERIMENTS = (
     Experiment("parent", "step o5", str(PARENT.source), PARENT.namespace),
     Experiment(
@@ -89,17 +90,18 @@ def resources(cubin: Cubin) -> ResourceRecord:
 
 
 def contender(cubin: Cubin, execute: Execute) -> Contender:
-    """The kernel for the benchmark, run by `execute`. Raises as `cubin_contender` does."""
-    from flash_helpers.tune.worker import cubin_contender  # and torch
+    """The kernel as a contender of the benchmark, run by `execute`. Raises as `cubin_contender`
+    does."""
+    from flash_helpers.tune.worker import cubin_contender  # imports torch
 
     file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
-    # all experiments share a config
+    # All experiments share a config.
     return replace(cubin_contender(file, execute), name=cubin.source.name, config=None)
 
 
 def source_digest(root: Path) -> str:
-    """Digest of all that the experiments' machine code is made from, but the compiler: the units
-    and the files that they include, without comments and blank lines."""
+    """Digest of the experiments' sources: the units and the files that they include, without
+    comments and blank lines."""
     digest = hashlib.sha256()
     for experiment in EXPERIMENTS:
         unit = experiment.source().unit

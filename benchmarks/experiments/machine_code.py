@@ -24,18 +24,18 @@ _MOVE = re.compile(r"MOV\b|IMAD\.MOV")  # from register to register
 
 
 def column(title: str) -> Any:
-    """A number that the table shows under this title."""
+    """Field whose number the table shows under this title."""
     return field(metadata={"title": title})
 
 
 @dataclass(frozen=True)
 class LoopFacts:
-    """One pass of a warp through the steady loop's machine code, when no maximum has grown: what a
-    branch may skip is left out.
+    """One pass of a warp through the steady loop's machine code, when no maximum has grown. Code
+    that a branch may skip is left out.
 
     moves: MOV and IMAD.MOV. local: loads and stores of spilled registers. gap: most instructions
-    between two HMMA, also from one pass into the next. hmma_behind: HMMA behind half of the MUFU,
-    which are the exponentials but for a few: what half of the softmax can still hide behind.
+    between two HMMA, also from one pass into the next. hmma_behind: HMMA after the first half of
+    the MUFU. Nearly all MUFU are exponentials, so these HMMA can still hide half of the softmax.
     """
 
     name: str
@@ -66,10 +66,10 @@ class MachineCode(RecordFile):
 
 
 def always_executed(kernel: Kernel, loop: Loop) -> frozenset[int]:
-    """The blocks of a loop, by index, that every pass goes through."""
+    """Blocks of a loop, by index, that every pass goes through."""
 
     def ends_without(left_out: int) -> bool:
-        """Can the loop's header be reached again around this block?"""
+        """Whether a pass can return to the loop's header around this block."""
         reached, waiting = {loop.header}, [loop.header]
         while waiting:
             for block in kernel.blocks[waiting.pop()].successors:
@@ -84,7 +84,7 @@ def always_executed(kernel: Kernel, loop: Loop) -> frozenset[int]:
 
 
 def steady_loop(kernel: Kernel) -> Loop:
-    """The first of the loops with the most HMMA: one that computes again stands behind it.
+    """The first of the loops with the most HMMA. A second one, which computes again, may follow.
 
     Raises SassError for a kernel without a loop.
     """
@@ -95,7 +95,7 @@ def steady_loop(kernel: Kernel) -> Loop:
 
 
 def loop_facts(name: str, kernel: Kernel) -> LoopFacts:
-    """The facts of a kernel's steady loop. Raises SassError for one without."""
+    """Facts of a kernel's steady loop. Raises SassError for a kernel without a loop."""
     loop = steady_loop(kernel)
     always = always_executed(kernel, loop)
     body = [
@@ -107,7 +107,7 @@ def loop_facts(name: str, kernel: Kernel) -> LoopFacts:
 
 
 def facts_of_body(name: str, body: Sequence[Operation]) -> LoopFacts:
-    """The facts of instructions in the order of their execution."""
+    """Facts of instructions in the order of their execution."""
     bases = Counter(instruction.base for instruction in body)
     is_hmma = [instruction.base == "HMMA" for instruction in body]
     mufu = [n for n, instruction in enumerate(body) if instruction.base == "MUFU"]
@@ -131,7 +131,7 @@ def facts_of_body(name: str, body: Sequence[Operation]) -> LoopFacts:
 
 
 def read_machine_code(compiled: Iterable[Cubin], root: Path) -> MachineCode:
-    """The loops of all experiments, in the order of the log. Raises SassError."""
+    """Read the loops of all experiments, in the log's order. Raises SassError."""
     kernels = {c.source.name: load_kernels(c.path)[0] for c in compiled}
     first = kernels[EXPERIMENTS[0].name]
     return MachineCode(

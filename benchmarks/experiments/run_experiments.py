@@ -59,9 +59,10 @@ DEFAULT_ROUNDS = 15
 COMPILE_TIMEOUT_S = 300.0
 
 DESCRIPTION = f"""\
-Measure the variants of step o5 that docs/tuning.md has not closed yet, beside it: each is compiled
-for this GPU (into {BUILD}), compared with float64 before and after, and timed beside PyTorch's
-flash backend, in CUDA graphs, in rounds that turn round. bf16, 16 heads, d_head 128.
+Measure the variants of step o5 that docs/tuning.md has not closed yet, beside step o5. Each variant
+is compiled for this GPU (into {BUILD}), compared with float64 before and after, and timed beside
+PyTorch's flash backend, in CUDA graphs. The order alternates from round to round. All problems have
+bf16, 16 heads and d_head 128.
 """
 
 EXAMPLES = f"""\
@@ -70,11 +71,11 @@ examples:
     python benchmarks/experiments/run_experiments.py
   in a copy without git, and keeping the data elsewhere:
     python benchmarks/experiments/run_experiments.py --commit 68cfc22 --json /tmp/experiments.json
-  what ptxas makes of the loops, into {MACHINE_CODE}; needs nvcc and nvdisasm:
+  read the machine code of the loops into {MACHINE_CODE}; needs nvcc and nvdisasm:
     python benchmarks/experiments/run_experiments.py --sass
-  put the tables into {DOCS}; needs neither:
+  put the tables into {DOCS}; needs neither a GPU nor nvcc:
     python benchmarks/experiments/run_experiments.py --write-docs
-  does it show what the data says, and was the machine code made from these sources? (1 if not)
+  does the log agree with the data, and was the machine code made from these sources? (1 if not)
     python benchmarks/experiments/run_experiments.py --write-docs --check
 
 exit status: 0 every experiment was right and timed, or the files are current; 1 an experiment
@@ -102,14 +103,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds",
         type=positive,
         default=DEFAULT_ROUNDS,
-        help=f"samples an experiment (default: {DEFAULT_ROUNDS})",
+        help=f"samples per experiment (default: {DEFAULT_ROUNDS})",
     )
     parser.add_argument(
         "--json",
         type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
-        help=f"what was measured (default: {RESULTS})",
+        help=f"file of the results (default: {RESULTS})",
     )
     add_commit_argument(parser)
     arguments = parser.parse_args(argv)
@@ -119,7 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compile_experiments(architecture: int) -> list[Cubin]:
-    """All of them, in the order of the log. Raises BuildError."""
+    """Compile all experiments, in the log's order. Raises BuildError."""
     compiler = CubinCompiler(
         ROOT,
         ROOT / BUILD,
@@ -139,11 +140,11 @@ def compile_experiments(architecture: int) -> list[Cubin]:
 
 
 def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
-    """Compile, verify and time all experiments, and write what was found.
+    """Compile, verify and time all experiments, and write the results.
 
     Raises KernelsNotRun without a GPU, BuildError, and ValueError or OSError for a bad file.
     """
-    import torch  # which --help does not wait for
+    import torch  # late, so that --help is fast
 
     from flash_helpers.measure.benchmark import library_contender, n_steps, run_benchmark
     from flash_helpers.measure.rates import mma_sync_work
@@ -177,7 +178,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         )
     if run.skipped:
         skipped = run.skipped[0]
-        raise UsageError(f"seq {skipped.size} {skipped.reason}: use shorter --seq")
+        raise UsageError(f"seq {skipped.size} {skipped.reason}: use a shorter --seq")
     results = BenchmarkResults(
         provenance=found, protocol=protocol, resources=tuple(map(resources, compiled)), **vars(run)
     )
@@ -188,7 +189,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
 def documented(root: Path, results: Path) -> tuple[str, str]:
     """The log's text as it is and as it should be.
 
-    Raises OSError, or ValueError for a file or markers that are not as expected.
+    Raises OSError, or ValueError for a bad file or missing markers.
     """
     old = (root / DOCS).read_text(encoding="utf-8")
     speed = NOT_MEASURED
@@ -213,7 +214,8 @@ def write_docs(arguments: argparse.Namespace) -> int:
 
 
 def write_machine_code() -> int:
-    """Compile, read and write what ptxas made of the loops. Raises BuildError and SassError."""
+    """Compile the experiments, and write the facts of their loops. Raises BuildError and
+    SassError."""
     compiled = compile_experiments(ARCHITECTURE)
     code = read_machine_code(bar(compiled, desc="disassembling", unit="kernel"), ROOT)
     code.save(ROOT / MACHINE_CODE)
@@ -222,7 +224,8 @@ def write_machine_code() -> int:
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
-    """Measure, read or write; returns the exit status. Raises as those do."""
+    """Measure, read or write; returns the exit status. Raises as `measure`, `write_docs` and
+    `write_machine_code` do."""
     if arguments.write_docs:
         return write_docs(arguments)
     if arguments.sass:

@@ -1,4 +1,5 @@
-"""Tools around the kernels: their registry, their build, and all that looks at them.
+"""Tools around the kernels: their registry, their build, and the programs that check, measure and
+explain them.
 
 Importing this package imports nothing else. `registry`, `compile` and `kernel_configs` need only
 the standard library, so that setup.py can use them before anything is installed.

@@ -2,8 +2,9 @@
 
 CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; reserved shared
 memory from "Shared Memory" of the sections on compute capability 8.x and 9.0; parameters from the
-PTX ISA, "Parameter State Space". What an SM of compute capability 11.0 and 12.1 holds is from
-CCCL's arch_traits; barriers and granularities are from CUDA 13.0's cuda_occupancy.h.
+PTX ISA, "Parameter State Space". The numbers of warps and blocks per SM of compute capability 11.0
+and 12.1 are from CCCL's arch_traits. Barriers and granularities are from CUDA 13.0's
+cuda_occupancy.h.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ RESERVED_SMEM_BYTES = 1024  # of a block, which the driver takes from 8.0 on bes
 
 @dataclass(frozen=True)
 class Limits:
-    """smem_bytes: shared memory of a block, at most. warps, blocks: that an SM holds. barriers:
-    named barriers that an SM holds; None where they limit nothing, before 9.0."""
+    """Most resources that a GPU gives. `smem_bytes`: most shared memory per block. `warps`,
+    `blocks`: most warps and blocks per SM. `barriers`: named barriers per SM; None before 9.0,
+    where they limit nothing."""
 
     smem_bytes: int
     warps: int
@@ -59,7 +61,8 @@ LIMITS: Mapping[int, Limits] = MappingProxyType(
     }
 )
 
-# Shared memory of a block, at most. Those that `LIMITS` has not: guide of CUDA 12.
+# Most shared memory per block in bytes. The capabilities that `LIMITS` lacks are from the guide of
+# CUDA 12.
 SMEM_BYTES: Mapping[int, int] = MappingProxyType(
     {
         **dict.fromkeys((50, 52, 53, 60, 61, 62), 48 * 1024),
@@ -74,16 +77,17 @@ SMEM_BYTES: Mapping[int, int] = MappingProxyType(
 # Architecture), H100 SXM5 (NVIDIA H100 Tensor Core GPU Architecture).
 MOST_SMS: Mapping[int, int] = MappingProxyType({75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132})
 
-# Streaming multiprocessors, by the name that the driver gives. NVIDIA H100 Tensor Core GPU
-# Architecture, "H100 GPU": the SXM5 card. Of the H200 as CUDA counts them: on both cards the
-# benchmark's loop of mma.sync, which runs on every SM, does the same number of operations.
+# Streaming multiprocessors, by the name that the driver gives. The H100's are those of the SXM5
+# card in NVIDIA H100 Tensor Core GPU Architecture, "H100 GPU". The H200's are as CUDA counts them:
+# on both cards the benchmark's loop of mma.sync, which runs on every SM, does the same number of
+# operations.
 SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132})
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as launches see it. name: the driver's. capability: such as (9, 0). sms: streaming
-    multiprocessors."""
+    """A GPU as launches see it. `name`: the driver's name of it. `capability`: such as (9, 0).
+    `sms`: its number of streaming multiprocessors."""
 
     name: str
     capability: tuple[int, int]
@@ -91,13 +95,13 @@ class Device:
 
 
 def largest_device(capability: int) -> Device:
-    """Return the largest GPU of a compute capability such as 90: the one that launches are made for
-    where there is none. Raises KeyError for a capability that `MOST_SMS` lacks."""
+    """Return the largest GPU of a compute capability such as 90, for which launches are made on a
+    machine without a GPU. Raises KeyError for a capability that `MOST_SMS` lacks."""
     return Device(f"sm_{capability}", divmod(capability, 10), MOST_SMS[capability])
 
 
 def capability_of(target: str) -> int:
-    """90 for sm_90 and for sm_90a. Raises ValueError for what is no target."""
+    """Return 90 for sm_90 and for sm_90a. Raises ValueError for a text that is no target."""
     number = target.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")
     if not target.startswith("sm_") or not number.isdecimal():
         raise ValueError(f"{target!r} is no architecture: write it as in sm_90")

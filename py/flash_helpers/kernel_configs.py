@@ -1,7 +1,7 @@
 """The registry's face: the configs that exist, and the lists of them.
 
-What a config, a step or a family is stands in `flash_helpers.registry`; adding a step is one entry
-there, and its kernel's file. Standard library only.
+`flash_helpers.registry` defines configs, steps and families; a new step takes one entry there and
+its kernel's file. Standard library only.
 """
 
 from __future__ import annotations

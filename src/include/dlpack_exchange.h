@@ -1,6 +1,6 @@
 #pragma once
-// What of DLPack 1.x describes a tensor to C: dlpack.h of https://github.com/dmlc/dlpack,
-// version 1.3, "DLPackExchangeAPI". Its names and layouts; functions and values that nobody calls
+// The part of DLPack 1.x that describes a tensor to C: dlpack.h of https://github.com/dmlc/dlpack,
+// version 1.3, "DLPackExchangeAPI". Names and layouts are its own; functions and values without a use here
 // are left out.
 
 #include <cstdint>

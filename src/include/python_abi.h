@@ -1,5 +1,5 @@
 #pragma once
-// What of Python's stable ABI the library calls, which is the same from Python 3.10 on
+// The functions of Python's stable ABI that the library calls, the same from Python 3.10 on
 // (https://docs.python.org/3/c-api/stable.html). Declared here, so that a build needs no headers of
 // Python and one library serves every version.
 

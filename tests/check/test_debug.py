@@ -148,13 +148,13 @@ def test_lints_are_printed_and_are_no_failure(tmp_path, capsys):
     assert debug(*arguments) == 0
     short = capsys.readouterr().out.splitlines()
     assert short[-2:] == [
-        "legal and suspicious (--lints prints them): 1 arrivals that nobody waits for",
+        "legal and suspicious (--lints prints them): 1 arrivals that no thread waits for",
         "all quantities agree within rounding",
     ]
     assert debug(*arguments, "--lints") == 0
     lines = capsys.readouterr().out.splitlines()
     (told,) = [line for line in lines if line.startswith("lint: ")]
-    assert told.startswith("lint: arrivals that nobody waits for: 32 of 128 threads of block")
+    assert told.startswith("lint: arrivals that no thread waits for: 32 of 128 threads of block")
     assert lines[-1] == "all quantities agree within rounding"
 
 

@@ -442,15 +442,15 @@ def test_lints_are_told_of_a_kernel_that_passes(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(simulator, "ptx_path", lambda *_: path)
     report = report_on(find_backend("cpu"), config.short_form(), shape=AttentionForward(1, 1, 64))
     assert report.exit_code == 0
-    told = f"{config.short_form()}, lint: arrivals that nobody waits for: 32 of 128 threads"
+    told = f"{config.short_form()}, lint: arrivals that no thread waits for: 32 of 128 threads"
     assert told in report.text(all_lints=True) and told not in report.text()
     name = config.short_form()
     assert report.notes() == [
-        f"{name}, legal and suspicious (--lints prints them): 1 arrivals that nobody waits for"
+        f"{name}, legal and suspicious (--lints prints them): 1 arrivals that no thread waits for"
     ]
     (check,) = report.as_json()["checks"]
     (lint,) = check["lints"]
-    assert check["verdict"] == "pass" and lint.startswith("arrivals that nobody waits for")
+    assert check["verdict"] == "pass" and lint.startswith("arrivals that no thread waits for")
 
 
 def test_lints_of_a_right_kernel_are_counted_and_those_of_a_wrong_one_printed(monkeypatch, capsys):

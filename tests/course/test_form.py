@@ -83,7 +83,7 @@ def test_a_section_needs_its_block(place: str, section: str, kind: str) -> None:
 def test_one_picture_carries_the_idea() -> None:
     pictures = block("picture a b") + "\n" + block("picture c d")
     assert errors(CORE, The_idea=block("picture a b")) == []
-    assert errors(CORE, The_idea=pictures) == ['"The idea" has 2 pictures: one carries it']
+    assert errors(CORE, The_idea=pictures) == ['"The idea" has 2 pictures: 1 at most']
 
 
 @every_place
@@ -128,7 +128,7 @@ def test_a_motivation_is_one_short_paragraph(place: str) -> None:
 
     assert section and name
     heading = f"## {name}\n\n"
-    assert found(f"{heading}One.\n\nTwo.\n") == [f'"{name}" has 2 paragraphs: it is one']
+    assert found(f"{heading}One.\n\nTwo.\n") == [f'"{name}" has 2 paragraphs: 1 at most']
     for body, n in (("", 0), ("word " * (MOST_MOTIVATION_WORDS + 1), MOST_MOTIVATION_WORDS + 1)):
         assert found(f"{heading}{body}\n") == [
             f'"{name}" has {n} words: 1 to {MOST_MOTIVATION_WORDS}'

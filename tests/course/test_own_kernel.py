@@ -201,7 +201,7 @@ def test_the_report_tells_spills_and_occupancy():
     report = run("tools/analysis/sass_report.py", cubin, "--threads", THREADS)
     spilled = machine_code(FLAWED, "sm_90").resources.spill_store_bytes
     assert f"{spilled} bytes of local stores" in report.stdout
-    assert "13 blocks an SM" in report.stdout
+    assert "13 blocks per SM" in report.stdout
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -66,7 +66,7 @@ def test_lints_are_told_too(monkeypatch, capsys) -> None:
     assert status == 1
     caught, lint = out.split("\nlint: ")
     assert "NOT caught: max abs error " in caught
-    assert lint.startswith("arrivals that nobody waits for: 32 of 128 threads")
+    assert lint.startswith("arrivals that no thread waits for: 32 of 128 threads")
 
 
 def test_a_kernel_without_what_is_edited_says_so(monkeypatch, capsys) -> None:
@@ -85,7 +85,7 @@ def test_a_kernel_without_what_is_edited_says_so(monkeypatch, capsys) -> None:
         (["v99"], "the steps are v1 to v"),
         (
             ["v1", "no", "such"],
-            f"no mistake of v1 has 'no such' in its name; there are\n  {RACE}\n",
+            f"no mistake of v1 has 'no such' in its name; its mistakes are\n  {RACE}\n",
         ),
     ],
 )

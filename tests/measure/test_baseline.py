@@ -228,7 +228,7 @@ class TestUpdate:
 
     def test_of_an_unknown_compiler_is_refused(self) -> None:
         unknown = Compiler("", (), "")
-        with pytest.raises(SassError, match="does not tell which compiler made it"):
+        with pytest.raises(SassError, match="does not name its compiler"):
             Baseline().updated(unknown, [FIGURES])
         assert not Baseline({unknown: by_kernel([FIGURES])}).of(unknown)
 
@@ -254,7 +254,7 @@ class TestComparison:
             ("spill loads, bytes", {"spill_load_bytes": 16}, {"spill_load_bytes": 8}),
             ("stack, bytes", {"stack_bytes": 24}, {"stack_bytes": 0}),
             ("shared memory, bytes", {"smem_bytes": 49153}, {"smem_bytes": 49151}),
-            ("blocks an SM", {"blocks_per_sm": 1}, {"blocks_per_sm": 3}),
+            ("blocks per SM", {"blocks_per_sm": 1}, {"blocks_per_sm": 3}),
             ("instructions per HMMA", {"loop_instructions": 649}, {"loop_instructions": 647}),
             ("instructions between HGMMA", {"between_hgmma": 8}, {"between_hgmma": 6}),
             ("R2UR between HGMMA", {"moves_between_hgmma": 3}, {"moves_between_hgmma": 1}),

@@ -66,4 +66,4 @@ def test_kinds_are_chosen_by_name(tmp_path, capsys) -> None:
     assert "--causal" in first and str(tmp_path / "hopper_best_causal_h200.json") in first
     assert str(tmp_path / "hopper_h200.json") in second
     assert measure_family.main([*options, "odder"]) == 2
-    assert "hopper has no kind odder: it has alone_causal, " in capsys.readouterr().err
+    assert "hopper has no kind odder: choose alone_causal, " in capsys.readouterr().err

@@ -194,7 +194,7 @@ FAULTS = {
     # -- bytes that have not come
     "consumer waits for the other parity": (
         RING, CONSUMER_WAIT, wait("%r4", 1), PendingCopyError,
-        "will write: nobody.*phase 0 .*512 expected.*was for parity 1, which holds before",
+        "will write: no thread.*phase 0 .*512 expected.*was for parity 1, which holds before",
     ),
     "consumer does not wait": (
         RING, CONSUMER_WAIT, "", PendingCopyError, "this thread has not waited for it",
@@ -259,7 +259,7 @@ FAULTS = {
         "waits for 1 of 2 arrivals;.*last arrival is that of block .* warp 1 lane 0 at .*arrive",
     ),
     "the producer waits for the first lap": (
-        RING, PRODUCER_WAIT, wait("%r4+16", "%r2"), DeadlockError, "nobody has arrived there",
+        RING, PRODUCER_WAIT, wait("%r4+16", "%r2"), DeadlockError, "no thread has arrived there",
     ),
     "an arrival that nobody makes": (
         EXCHANGE, f"{INIT} [%r4], 33;", f"{INIT} [%r4], 34;", DeadlockError,

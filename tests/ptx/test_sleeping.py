@@ -176,7 +176,7 @@ class TestDeadlock:
             "32 have arrived, 32 have ended",
             "32 threads (warp 2 of block (0, 0, 0)) wait for barrier 6: 32 of 128 threads wait, "
             "32 have ended",
-            "nobody waits at a barrier of block (0, 0, 0) barrier 9: 0 of 64 threads wait, "
+            "no thread waits at a barrier of block (0, 0, 0) barrier 9: 0 of 64 threads wait, "
             "32 have arrived, 32 have ended",
         ):
             assert told in text

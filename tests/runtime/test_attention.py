@@ -179,7 +179,9 @@ class TestRefusal:
         k = empty(1, lengths[1], heads[1], 128)
         with pytest.raises(ValueError, match=r"simulate\(\) counts it too") as refused:
             flash_attention.attention(q, k, k, **options)
-        (found,) = re.findall(r"forward\((.*)\) simulates one that takes it", str(refused.value))
+        (found,) = re.findall(
+            r"forward\((.*)\) simulates a kernel that computes", str(refused.value)
+        )
         assert ran == []
         names = {"q": q, "k": k, "v": k, "lse": torch.empty(1, heads[0], lengths[0])}
         o = eval(f"forward({found})", {"forward": flash_attention.forward, **names})

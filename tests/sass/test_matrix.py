@@ -72,7 +72,7 @@ class TestChoice:
         there = ["sm_80", "sm_100a", "sm_89", "compute_80"]
         monkeypatch.setattr(library, "architectures", lambda: there)
         assert default_architecture() == "sm_100a"
-        assert capsys.readouterr().err == "the library holds nothing for sm_90: this is sm_100a\n"
+        assert capsys.readouterr().err == "the library has no code for sm_90: this is sm_100a\n"
 
 
 class TestNames:

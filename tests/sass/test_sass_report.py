@@ -73,20 +73,20 @@ def test_spills_outside_loops_are_harmless():
     assert verdict(f"loop: {HMMA}\n@P0 BRA loop\nEXIT").startswith("No spills")
     found = verdict(SPILLS_OUTSIDE)
     assert found.startswith(
-        "Harmless spills: 4 bytes of local stores and 4 of local loads a thread"
+        "Harmless spills: 4 bytes of local stores and 4 of local loads per thread"
     )
 
 
 def test_spills_in_the_main_loop_are_told_by_iteration():
     found = verdict(SPILLS_IN_LOOP)
     assert "the main loop: 0 bytes stored and 4 loaded in each iteration" in found
-    assert "(8 bytes of local stores and 20 of local loads a thread in all)" in found
+    assert "(8 bytes of local stores and 20 of local loads per thread in all)" in found
 
 
 def test_an_array_in_local_memory_is_no_spill():
     text = f"loop: {HMMA}\nSTL [R5], R2\n@P0 BRA loop\nLDL.64 R2, [R5]\nEXIT"
     assert verdict(text).startswith("No spills: local memory holds arrays")
-    assert "4 bytes of local stores and 8 of local loads a thread" in verdict(text)
+    assert "4 bytes of local stores and 8 of local loads per thread" in verdict(text)
     report = report_of(kernel(text))
     assert report.spills == ()
     assert "In loop 0: 1 local loads and stores, no spills, 4 bytes stored" in report_text(report)

@@ -647,7 +647,7 @@ def test_of_a_config_that_is_the_fastest_at_one_length_all_speeds_are_noted(
     of_mean = {at.size: at.of_mean for at in winner.at_sizes}
     assert of_mean == {512: 0.9, 1024: 0.9, 2048: 0.9, 4096: 0.9, 8192: 1.1, 16384: 1.009}
     told = capsys.readouterr().out
-    assert f"  at 8192: {long}, 1.100 of that\n" in told and "at 4096" not in told
+    assert f"  at 8192: {long}, 1.100 of the winner's speed\n" in told and "at 4096" not in told
     assert winner.at_size(512) == [LAST, LONG]
     assert winner.at_size(7000) == winner.at_size(10**6) == [LONG, LAST]
     assert winner.at_size() == [LAST]
@@ -799,7 +799,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was(sweep, monkeypatch, lo
 
     monkeypatch.setattr(sweep.tool, "Bar", Interrupting)
     assert sweep([V7, LARGE, WIDE]) == 130
-    assert "the same command goes on there" in capsys.readouterr().err
+    assert "the same command continues there" in capsys.readouterr().err
     assert not (sweep.root / "configs").exists()
     assert len(requests_in(log())) == 1
     monkeypatch.setattr(sweep.tool, "Bar", bar)
@@ -1005,7 +1005,8 @@ def test_the_winner_is_built_and_picked(
     # pick
     monkeypatch.setattr(library, "kernels", lambda: built)
     monkeypatch.setattr(library, "package_folder", lambda: package)
-    properties = SimpleNamespace(name=H100, major=9, minor=0)
+    properties = SimpleNamespace(name=H100, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     assert best_config("v7", torch.bfloat16) == best_config(7, "bf16") == winner

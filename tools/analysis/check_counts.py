@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare predicted counts of what kernels execute with those of a GPU."""
+"""Compare predicted counts of executed instructions with the counts of a GPU."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ PAGES = {source: Path(f"docs/{source}.md") for source in (SASS, SIMULATOR)}
 LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"
 
 DESCRIPTION = """\
-Predict what each kernel executes, run it on a GPU under Nsight Compute, and compare the counts.
-The source of the predictions is the SASS, whose instructions are weighted with the trip counts that
-the config and the sequence length give, or the simulator, whose outputs are compared bit by bit,
-too. The warps of family hopper have roles and spin where they wait: from its SASS those opcodes are
-predicted that ptxas makes one for one of PTX, with the simulator's counts of that. With
---write-docs or --check nothing is run: the page of each source is brought up to date, or compared,
-with the numbers of the file.
+Predict the counts of each kernel, run it on a GPU under Nsight Compute, and compare the counts.
+Predictions come from the SASS or from the simulator. In SASS, each instruction is weighted with the
+trip counts that follow from the config and the sequence length. The simulator's outputs are
+compared with the GPU's bit by bit, too. The warps of family hopper have roles and spin where they
+wait: from its SASS only opcodes are predicted that ptxas makes one for one of PTX, with the
+simulator's counts of that PTX. With --write-docs or --check no kernel is run: the page of each
+source is updated from the file, or compared with it.
 """
 
 EXAMPLES = """\
 examples:
-  all kernels of the progression, and what ncu wrote, for diagnosis:
+  all kernels of the progression; keep the output of ncu, for diagnosis:
     python tools/analysis/check_counts.py --source sass --json sass.json --raw ncu_raw
   family hopper, which has a file and a table of its own:
     python tools/analysis/check_counts.py --source simulator --kernel hopper --dtype bf16 \\
@@ -70,18 +70,18 @@ examples:
     python tools/analysis/check_counts.py --source sass --predict --arch sm_80 --kernel 16
   the tables in the docs, from the files (no GPU needed):
     python tools/analysis/check_counts.py --write-docs
-  do the pages show what the data says? (exit 1 and a diff if not)
+  do the pages agree with the data? (exit 1 and a diff if not)
     python tools/analysis/check_counts.py --check
 
-exit status: 0 all agree or are up to date, 1 something disagrees, some counters are missing or
---check found a page stale, 2 wrong usage or nothing was run, 130 interrupted
+exit status: 0 all counts agree or all pages are up to date, 1 a count disagrees, counters are
+missing or --check found a stale page, 2 wrong usage or nothing was run, 130 interrupted
 """
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("--source", choices=SOURCES, help="of the predictions")
+    parser.add_argument("--source", choices=SOURCES, help="source of the predictions")
     add_kernel_arguments(parser)
     parser.add_argument(
         *("--seq", "--size"),
@@ -95,16 +95,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--json",
         type=output_file,
         metavar="FILE",
-        help="where the numbers go or come from "
+        help="file that the numbers are written to or read from "
         f"(default: {' or '.join(map(str, RESULTS.values()))})",
     )
-    parser.add_argument("--raw", type=output_folder, metavar="DIR", help="keep all that ncu wrote")
+    parser.add_argument("--raw", type=output_folder, metavar="DIR", help="keep all output of ncu")
     add_commit_argument(parser)
     parser.add_argument(
-        "--docs", type=Path, help=f"(default: {' or '.join(map(str, PAGES.values()))})"
+        "--docs", type=Path, help=f"page (default: {' or '.join(map(str, PAGES.values()))})"
     )
     parser.add_argument(
-        "--arch", default="sm_90", help="of --predict; a GPU has its own (default: sm_90)"
+        "--arch", default="sm_90", help="for --predict; a GPU has its own (default: sm_90)"
     )
     parser.add_argument(
         "--no-profiler", action="store_true", help="with the simulator: compare the outputs only"
@@ -126,11 +126,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def predict(
     arguments: argparse.Namespace, backend: Backend, arch: str, gpu: Backend | None
 ) -> list[CountedKernel]:
-    """Predictions for the chosen kernels, without those that decide by their data, which stderr
-    names.
+    """Predictions for the chosen kernels. Kernels whose branches depend on data are left out, and
+    stderr names them.
 
-    gpu: runs kernels whose simulated outputs are compared. Raises SassError, and UsageError if
-    nothing can be predicted.
+    gpu: runs kernels whose simulated outputs are compared. Raises SassError, and UsageError if no
+    kernel can be predicted.
     """
     configs = chosen_kernels(arguments, backend.kernels)
     problems = {config: config.counted_on(arguments.size) for config in configs}
@@ -146,16 +146,16 @@ def predict(
         except NotDeterminedError as error:
             print(f"left out: {error}", file=sys.stderr)
     if not records:
-        raise UsageError("the counts of the chosen kernels cannot be predicted: choose others")
+        raise UsageError("no count of the chosen kernels can be predicted: choose other kernels")
     return records
 
 
 def measure(arguments: argparse.Namespace, command: str) -> CountCheck:
     """Predict, then count on the GPU.
 
-    Raises KernelsNotRun without one, SassError, ValueError and ProfilerError.
+    Raises KernelsNotRun without a GPU, SassError, ValueError and ProfilerError.
     """
-    import torch  # which --help does not wait for
+    import torch  # late, so that --help is fast
 
     backend = find_backend("cuda")
     ncu = None if arguments.no_profiler else NsightCompute.find(arguments.raw)
@@ -209,7 +209,7 @@ def update_pages(arguments: argparse.Namespace) -> int:
 
 
 def print_predictions(arguments: argparse.Namespace) -> int:
-    """Print what would be compared; returns the exit status. Raises as `predict` does."""
+    """Print the predictions; returns the exit status. Raises as `predict` does."""
     for record in predict(arguments, find_backend(), arguments.arch, None):
         print(f"{record.name}: {record.asked}")
         for counts in filter(None, (record.predicted, record.predicted_opcodes)):

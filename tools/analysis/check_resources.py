@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check that no kernel takes more than it did."""
+"""Check that no kernel takes more resources than in the baseline."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BASELINE = ROOT / "benchmarks" / "resources.json"
 
 DESCRIPTION = """\
-Check that no kernel takes more than it did: registers, spilled bytes, stack, shared memory, blocks
-an SM, tensor instructions in the main loop, instructions of the main loop for each of them, and
-what stands between those of one product of a warpgroup (HGMMA), as they stand in the machine code.
-The baseline holds them by kernel, architecture and compiler; other compilers allocate registers
-differently, so that each is compared with itself. The first run has to disassemble every kernel;
-later ones read what it kept.
+Check that no kernel takes more resources than in the baseline. Compared are registers, spilled
+bytes, stack, shared memory, blocks per SM, and from the text of the main loop: the number of tensor
+instructions, instructions per tensor instruction, and instructions between the HGMMA of one
+warpgroup's product. The baseline holds these figures by kernel, architecture and compiler. Each
+compiler is compared with itself, since compilers allocate registers differently. The first run
+disassembles every kernel; later runs read its cache.
 """
 
 EXAMPLES = """\
@@ -41,13 +41,13 @@ examples:
     python tools/analysis/check_resources.py
   one architecture, after a change to a kernel:
     pip install . && python tools/analysis/check_resources.py --arch sm_90
-  a change that is worth it, or another compiler: keep what the library takes now:
+  accept a change that is worth its cost, or add another compiler:
     python tools/analysis/check_resources.py --update
-  what another compiler makes of the kernels, beside the one that the baseline knows:
+  the kernels of another compiler, compared with the compiler in the baseline:
     python tools/analysis/check_resources.py --any-compiler
 
-exit status: 0 no kernel got worse, 1 one did or is missing, 2 wrong usage, nothing to compare with,
-or a library that cannot be read
+exit status: 0 no kernel got worse, 1 a kernel got worse or is missing, 2 wrong usage, no baseline
+for the compiler, or a library that cannot be read
 """
 
 
@@ -55,7 +55,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--update", action="store_true", help="write what the library takes into the baseline"
+        "--update", action="store_true", help="write the library's figures into the baseline"
     )
     parser.add_argument(
         "--baseline",
@@ -64,14 +64,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=f"(default: {BASELINE.relative_to(ROOT)})",
     )
-    parser.add_argument("--library", type=Path, metavar="FILE", help="(default: the installed one)")
+    parser.add_argument("--library", type=Path, metavar="FILE", help="(default: installed)")
     parser.add_argument(
-        "--arch", nargs="+", metavar="sm_NN", help="(default: all that the library holds)"
+        "--arch", nargs="+", metavar="sm_NN", help="(default: all architectures of the library)"
     )
     parser.add_argument(
         "--any-compiler",
         action="store_true",
-        help="if the baseline does not know the compiler, compare with the nearest version of it",
+        help="if the baseline lacks the compiler, compare with the nearest version",
     )
     return parser.parse_args(argv)
 
@@ -79,15 +79,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def known_compiler(
     baseline: Baseline, compiler: Compiler, arguments: argparse.Namespace
 ) -> Compiler:
-    """The compiler to compare with. Raises SassError if that takes a word of the user."""
+    """The compiler to compare with. Raises SassError if the user must choose one by an option."""
     if baseline.of(compiler):
         return compiler
     if arguments.any_compiler:
         return baseline.nearest(compiler)
     known = ", ".join(map(str, baseline.figures)) or "nothing"
     raise SassError(
-        f"the library was made by {compiler}, and {arguments.baseline} tells of {known}: --update "
-        "adds it, --any-compiler compares all the same"
+        f"the library was made by {compiler}, and {arguments.baseline} has figures of {known}: "
+        f"--update adds {compiler}, --any-compiler compares the two"
     )
 
 
@@ -103,14 +103,14 @@ def check(arguments: argparse.Namespace) -> int:
         comparison = compare(baseline.of(compiler), found)
         baseline.updated(compiler, found).save(arguments.baseline)
         print(comparison_text(comparison))
-        print(f"{arguments.baseline} now holds what {compiler} made")
+        print(f"{arguments.baseline} now holds the figures of {compiler}")
         return 0
     other = known_compiler(baseline, compiler, arguments)
     comparison = compare(baseline.of(other), found)
     print(comparison_text(comparison))
     if other != compiler:
         print(
-            f"compared with {other}, made by {compiler}: what changed may be the compiler's doing"
+            f"compared with {other}, made by {compiler}: the compiler may have caused the changes"
         )
     return 0 if comparison.passes else 1
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the machine code of kernels: what they take, what they execute, what changed."""
+"""Compare the machine code of kernels: resources, instructions, and changes."""
 
 from __future__ import annotations
 
@@ -68,29 +68,29 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = sorted({operation.swept for operation in OPERATIONS.values()})  # fields that are measured
 
 DESCRIPTION = """\
-Compare the machine code (SASS) of kernels, of the installed library or of any cubin, fatbin, object
-file or library: registers, spills, shared memory, occupancy, instructions of the main loop for each
-HMMA, a static bound beside the measured time, and the opcodes that changed most. Needs neither a
-GPU nor a CUDA toolkit.
+Compare the machine code (SASS) of kernels in the installed library or in any cubin, fatbin, object
+file or library. The table has registers, spills, shared memory, occupancy, main-loop instructions
+per HMMA, a static bound beside the measured time, and the opcodes that changed most. The tool needs
+neither a GPU nor a CUDA toolkit.
 """
 
 EXAMPLES = """\
 examples:
-  the whole progression, a row a version:
+  the whole progression, one row per step:
     python tools/analysis/compare_kernels.py 1..16
-  what step 9 did, instruction by instruction, and to the source:
+  the changes of step 9, in the machine code and in the source:
     python tools/analysis/compare_kernels.py 8 9 --sass --source
   one kernel on two architectures:
     python tools/analysis/compare_kernels.py 16 --arch sm_80 --arch sm_90 --sass
   the large tile shape, where it is built:
     python tools/analysis/compare_kernels.py 7 16 --config B_r=128
-  CUDA, PTX and SASS of all versions, linked, in one page that needs no network:
+  CUDA, PTX and SASS of all steps, linked, in one page that needs no network:
     python tools/analysis/compare_kernels.py 1..16 --html kernels.html
-  a kernel of anybody's before and after, with the diff of its machine code:
+  a kernel of your own before and after a change, with the diff of its machine code:
     python tools/analysis/compare_kernels.py --sass \\
         examples/own_kernel/row_softmax.sm_90.cubin#row_softmax \\
         examples/own_kernel/row_softmax_fixed.sm_90.cubin#row_softmax
-  the same as a page, and a step of this library beside it, all as if launched with 64 threads:
+  both as a page beside a step of this library, all as if launched with 64 threads:
     python tools/analysis/compare_kernels.py examples/own_kernel/row_softmax.sm_90.cubin \\
         examples/own_kernel/row_softmax_fixed.sm_90.cubin 16 --threads 64 --html own.html
   for a spreadsheet:
@@ -113,22 +113,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--arch",
         action="append",
         choices=[f"sm_{capability}" for capability in LIMITS],
-        help="several may be given: each kernel on one, then on the next (default: "
-        f"{ARCHITECTURE}, that of the committed measurements, or else the latest that is built; "
-        "the only one of a FILE)",
+        help="may be given several times; each kernel is read for every architecture (default: "
+        f"{ARCHITECTURE}, as in the committed measurements, or else the latest that is built; "
+        "for a FILE its only architecture)",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPE_CHOICES,
         default="bf16",
-        help="of versions; a short form has its own (default: bf16)",
+        help="dtype of steps; a short form has its own (default: bf16)",
     )
     parser.add_argument(
         "--config",
         nargs="+",
         metavar="FIELD=VALUE",
-        help="which built config of each step: values of fields, such as B_r=128 n_warps=4, or "
-        "a short form, for the nearest to it (default: that of the progression)",
+        help="built config of each step: values of fields, such as B_r=128 n_warps=4, or a short "
+        "form, to take the nearest config (default: the config of the progression)",
     )
     launch = parser.add_argument_group(
         "the launch whose time is shown", f"Its size is {SIZE} by default."
@@ -138,52 +138,52 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--results",
         type=Path,
         metavar="FILE",
-        help="what pt_bench.py measured (default: the repository's, if it is there)",
+        help="results of pt_bench.py (default: the repository's, if they exist)",
     )
     parser.add_argument(
-        "--threads", type=positive, metavar="N", help="of FILEs: threads a block, for the occupancy"
+        "--threads", type=positive, metavar="N", help="of FILEs: threads per block, for occupancy"
     )
     parser.add_argument(
         "--smem",
         type=not_negative,
         default=0,
         metavar="BYTES",
-        help="of FILEs: dynamic shared memory a block (default: 0)",
+        help="of FILEs: bytes of dynamic shared memory per block (default: 0)",
     )
     parser.add_argument(
-        "--source", action="store_true", help="also the diff of the kernels' files, of steps"
+        "--source", action="store_true", help="also print the diff of the steps' source files"
     )
     parser.add_argument(
         "--fold-namespace",
         action="store_true",
-        help="with --source: leave out that a step's namespace has another name",
+        help="with --source: ignore the names of the steps' namespaces",
     )
     parser.add_argument(
         "--sass",
         action="store_true",
-        help="also the diff of the machine code: registers, labels and addresses normalised, "
-        "aligned by PTX, with what moved told from what was added and removed",
+        help="also print the diff of the machine code: registers, labels and addresses "
+        "normalised, lines aligned by PTX, moved lines marked apart from added and removed ones",
     )
     parser.add_argument(
         "--html",
         type=output_file,
         metavar="FILE",
-        help="also write a page with CUDA, PTX and SASS of each kernel as a diff against the one "
-        "before it",
+        help="also write a page with CUDA, PTX and SASS of each kernel, as a diff against the "
+        "kernel before it",
     )
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--markdown", action="store_true", help="Markdown on stdout")
-    machine.add_argument("--csv", action="store_true", help="CSV on stdout: a row a kernel")
+    machine.add_argument("--csv", action="store_true", help="CSV on stdout: one row per kernel")
     machine.add_argument("--json", action="store_true", help="JSON on stdout")
     arguments = parser.parse_args(argv)
     if arguments.csv and (arguments.source or arguments.sass):
-        parser.error("--csv has no place for --source and --sass: use --json")
+        parser.error("--csv cannot hold --source and --sass: use --json")
     if arguments.fold_namespace and not arguments.source:
         parser.error("--fold-namespace goes with --source")
     if arguments.smem and arguments.threads is None:
         parser.error("--smem goes with --threads")
     if len([name for name in SIZES if getattr(arguments, name) is not None]) > 1:
-        parser.error("kernels are compared at one size: name one")
+        parser.error("kernels are compared at one size: name a single size")
     return arguments
 
 
@@ -194,7 +194,7 @@ def asked_size(arguments: argparse.Namespace) -> int:
 
 
 def read_results(path: Path | None) -> BenchmarkResults | None:
-    """The measurements asked for, or the repository's where they are at hand."""
+    """The measurements asked for, or the repository's if they exist."""
     if path is not None:
         return load_results(path)
     path = ROOT / RESULTS
@@ -202,7 +202,7 @@ def read_results(path: Path | None) -> BenchmarkResults | None:
 
 
 def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """Title, text and JSON of each diff asked for, of each kernel with the one before it."""
+    """Title, text and JSON of each requested diff, between each kernel and the kernel before it."""
     for (name_a, a), (name_b, b) in itertools.pairwise(matrix.named):
         if arguments.source:
             if not (isinstance(a, ConfigFacts) and isinstance(b, ConfigFacts)):
@@ -216,7 +216,7 @@ def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, 
 
 
 def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
-    """The text for stdout, in the format asked for."""
+    """The text for stdout, in the requested format."""
     if arguments.csv:
         return matrix_csv(matrix)
     found = list(diffs(matrix, arguments))
@@ -240,8 +240,8 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
 def read_kernels(
     arguments: argparse.Namespace, results: BenchmarkResults | None
 ) -> list[KernelFacts]:
-    """The kernels asked for, in their order, each on all architectures asked for. Steps that follow
-    one another are read together. Raises ValueError."""
+    """The requested kernels, in order, each on all requested architectures. Consecutive steps are
+    read together. Raises ValueError."""
     found: list[list[KernelFacts]] = []
     asked = [(file_in(text), text) for text in arguments.kernels]
     for is_file, group in itertools.groupby(asked, key=lambda pair: pair[0] is not None):
@@ -255,7 +255,7 @@ def read_kernels(
 def _of_file(
     where: KernelPath, arguments: argparse.Namespace, results: BenchmarkResults | None
 ) -> list[KernelFacts]:
-    """A kernel of a file on each architecture."""
+    """The facts of a file's kernel on each architecture."""
     launch = Launch(arguments.threads, arguments.smem) if arguments.threads else None
     with progress_bar(f"read SASS of {where.path.name}") as progress:
         return [
@@ -267,7 +267,7 @@ def _of_file(
 def _in_dtypes(
     built: Sequence[Config], selectors: Sequence[str], dtypes: Sequence[Element], wanted: Wanted
 ) -> list[Config]:
-    """Return one config of each step, in each dtype in which all of the steps are built.
+    """Return one config per step, for each dtype in which all the steps are built.
 
     Raises UsageError if there is no such dtype.
     """
@@ -286,7 +286,7 @@ def _in_dtypes(
 def _of_library(
     selectors: Sequence[str], arguments: argparse.Namespace, results: BenchmarkResults | None
 ) -> list[list[KernelFacts]]:
-    """Kernels of the installed library, each on each architecture."""
+    """The facts of kernels in the installed library, on each architecture."""
     wanted = parse_config_option(arguments.config) if arguments.config else None
     found: list[list[KernelFacts]] = []
     for architecture in dict.fromkeys(arguments.arch or [default_architecture()]):
@@ -300,7 +300,8 @@ def _of_library(
 
 
 def compare(arguments: argparse.Namespace) -> str:
-    """Write the page if asked for; return the text for stdout. Raises ValueError and OSError."""
+    """Write the page if it is requested; return the text for stdout. Raises ValueError and
+    OSError."""
     results = read_results(arguments.results)
     matrix = facts_matrix(read_kernels(arguments, results), results)
     text = report(matrix, arguments)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare how often each opcode stands in two pieces of SASS."""
+"""Compare the number of instructions by opcode in two pieces of SASS."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from flash_helpers.sass.show.count_comparison import (
 from flash_helpers.sass.show.listing_counts import add_choice_arguments, load_counts
 
 DESCRIPTION = """\
-Compare how often each opcode stands in two pieces of SASS, the largest change first. Each is a file
-of counts (of count_sass_instructions.sh, or of sort | uniq -c), a listing, or machine code. Filler
-(@!PT) and padding are left out, except of bare counts, which do not tell them apart. A number of
-instructions says nothing of how often each runs: tools/analysis/compare_kernels.py counts by loop.
+Compare the number of instructions by opcode in two pieces of SASS, the largest change first. Each
+piece is a file of counts (from count_sass_instructions.sh, or from sort | uniq -c), a listing, or
+machine code. Filler (@!PT) and padding are left out, except in a file of counts, which does not
+tell them apart. The numbers are of instructions in the text, not of executions:
+tools/analysis/compare_kernels.py counts by loop.
 """
 
 EXAMPLES = """\
@@ -35,7 +36,7 @@ examples:
     python tools/analysis/compare_sass_instruction_counts.py --base --markdown \\
         examples/own_kernel/row_softmax.sm_90.cubin \\
         examples/own_kernel/row_softmax_fixed.sm_90.cubin
-  two kernels of a library, with what did not change:
+  two kernels of a library, with the opcodes that did not change:
     python tools/analysis/compare_sass_instruction_counts.py --arch sm_90 --all \\
         flash_attention/libflash_attention.so#v1_bf16_d128_Br64 \\
         flash_attention/libflash_attention.so#v2_bf16_d128_Br64

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Count the instructions of SASS by opcode: flash_helpers.sass.show.listing_counts, which tells its usage.
+# Count the instructions of SASS by opcode: flash_helpers.sass.show.listing_counts, whose --help tells
+# the usage.
 set -euo pipefail
 
 python=${PYTHON:-python3}

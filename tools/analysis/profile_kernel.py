@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count what kernels execute, in the simulator."""
+"""Count the instructions and memory accesses of kernels in the simulator."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Count what kernels execute, in the simulator: no GPU is needed. Instructions are those of the PTX,
-one for each warp that executes it. A wavefront is one pass through the 32 banks of shared memory,
-and bank conflicts are the wavefronts beyond those that the access needs; a sector is 32 bytes of
-global memory. Prologue, main loop and epilogue are what comes before, in and after the loop over
-the blocks of K and V. Where warps have roles, such as a producer that copies by TMA and consumers
-that multiply, each role has its counts too.
+Count the instructions and memory accesses of kernels in the simulator, without a GPU. An
+instruction of PTX counts once for each warp that executes it. A wavefront is one pass through the
+32 banks of shared memory, and bank conflicts are the wavefronts beyond those that the access needs.
+A sector is 32 bytes of global memory. Prologue, main loop and epilogue are the code before, in and
+after the loop over the blocks of K and V. Where warps have roles, such as a producer that copies by
+TMA and consumers that multiply, each role has its own counts too.
 """
 
 EXAMPLES = """\
 examples:
-  what the swizzle does to bank conflicts, and what it costs in instructions:
+  the bank conflicts that the swizzle removes, and its cost in instructions:
     python tools/analysis/profile_kernel.py 1 2 --seq 512
-  on which lines of the first step the conflicts are:
+  the lines of the first step that have bank conflicts:
     python tools/analysis/profile_kernel.py --by-line 1
-  the whole progression, a line a step:
+  the whole progression, one line per step:
     python tools/analysis/profile_kernel.py 1..16
-  which instructions a static row stride saves (it is that of 16 heads):
+  the instructions that a static row stride saves (the stride of 16 heads):
     python tools/analysis/profile_kernel.py 15 16 --seq 128 --heads 16 --by-opcode
-  what the mask of a causal kernel costs, and what blocks that are not computed save:
+  the cost of a causal kernel's mask, and the savings by skipped blocks:
     python tools/analysis/profile_kernel.py h24 h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal --causal
   two tile shapes of step 7, for a spreadsheet (`python -m flash_attention` lists what is built):
     python tools/analysis/profile_kernel.py v7_bf16_... v7_bf16_... --csv > tiles.csv
@@ -84,22 +84,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "kernels",
         nargs="*",
         metavar="KERNEL",
-        help=f"{KERNEL_NAMES}; of a step its config in the progression is meant",
+        help=f"{KERNEL_NAMES}; a step stands for its config in the progression",
     )
     add_problem_options(parser)
     parser.add_argument(
         "--dtype",
         choices=DTYPE_CHOICES[:-1],
         default="bf16",
-        help="of steps; a short form has its own (default: bf16)",
+        help="dtype of steps; a short form has its own (default: bf16)",
     )
-    parser.add_argument("--by-opcode", action="store_true", help="also instructions by opcode")
+    parser.add_argument("--by-opcode", action="store_true", help="also count by opcode")
     parser.add_argument(
-        "--by-line", metavar="KERNEL", help="instead: the source of one kernel, with its counts"
+        "--by-line", metavar="KERNEL", help="instead: print one kernel's source with counts"
     )
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument(
-        "--csv", action="store_true", help="CSV on stdout: a row for each phase and opcode, or line"
+        "--csv", action="store_true", help="CSV on stdout: one row per phase and opcode, or line"
     )
     machine.add_argument("--json", action="store_true", help="JSON on stdout")
     arguments = parser.parse_args(argv)
@@ -111,7 +111,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def comparison(profiles: Sequence[KernelProfile], arguments: argparse.Namespace) -> str:
-    """Kernels side by side, in the format asked for."""
+    """Text of the kernels side by side, in the requested format."""
     if arguments.csv:
         return profiles_as_csv(profiles)
     if arguments.json:
@@ -120,12 +120,12 @@ def comparison(profiles: Sequence[KernelProfile], arguments: argparse.Namespace)
 
 
 def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
-    """One kernel by line, in the format asked for."""
+    """Text of one kernel by line, in the requested format."""
     lines = source_lines(profile, ROOT)
     if is_out_of_date(lines):
         print(
-            "the kernel was built from another state of this file, so that lines are off: "
-            "build it again with pip install .",
+            "the kernel was built from another version of this file, so that the lines do not "
+            "match: build it again with pip install .",
             file=sys.stderr,
         )
     if arguments.csv:
@@ -137,7 +137,7 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
 
 def profile(arguments: argparse.Namespace) -> str:
     """The text to print. Raises ValueError, and RuntimeError if a kernel is at fault."""
-    import torch  # which --help does not wait for
+    import torch  # late, so that --help is fast
 
     from flash_helpers.runtime import library
     from flash_helpers.runtime.call import prepare

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show a PTX instruction, what it depends on, and the SASS that each became."""
+"""Show a PTX instruction, the PTX that it depends on, and the SASS of each."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.ptx_links_text import LinkFormat, fan_out_text, slice_text
 
 DESCRIPTION = """\
-Show a PTX instruction, the PTX that it depends on, and the SASS that each became; or, with
---fan-out, which PTX instructions became several SASS instructions and which vanished. The file is a
-cubin compiled with -lineinfo, which then holds its PTX, or a library, program, object file or
-fatbin with such cubins. Dependences are followed back through registers, round loops too, but not
-through memory. The line table names one PTX line for each SASS instruction: of PTX instructions
-that ptxas merged, one has the SASS, and the others seem to have vanished.
+Show a PTX instruction, the PTX that it depends on, and the SASS of each. With --fan-out, show the
+PTX instructions that became several SASS instructions, and those that vanished. The file is a cubin
+compiled with -lineinfo, which then holds its PTX, or a library, program, object file or fatbin with
+such cubins. Dependences are followed back through registers, around loops too, but not through
+memory. The line table names one PTX line per SASS instruction: if ptxas merged PTX instructions,
+one of them has the SASS, and the others seem to have vanished.
 """
 
 EXAMPLES = """\
 examples:
-  which lines there are to ask about:
+  the lines of the PTX, with their numbers:
     python tools/build/get_embedded_ptx_from_cubin.py \\
         examples/own_kernel/row_softmax.sm_90.cubin | cat -n
-  line 308 of it, what it reads, and the SASS of each, with line numbers and addresses:
+  line 308, the PTX that it depends on, and the SASS, with line numbers and addresses:
     python tools/analysis/ptx_sass_filter.py examples/own_kernel/row_softmax.sm_90.cubin 308 -n
   only the PTX, six steps back:
     python tools/analysis/ptx_sass_filter.py examples/own_kernel/row_softmax.sm_90.cubin 308 -ptx \\
         --depth 6
-  what became of the PTX of version 9:
+  the SASS of all PTX instructions of step 9, by opcode:
     python tools/analysis/ptx_sass_filter.py --arch sm_90 --fan-out \\
         flash_attention/libflash_attention.so#v9_bf16_d128_Br64
 
-exit status: 0 shown, 2 wrong usage or a file that will not do, 130 interrupted
+exit status: 0 shown, 2 wrong usage or an unusable file, 130 interrupted
 """
 
 
@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
-    parser.add_argument("line", metavar="LINE", type=int, nargs="?", help="of the PTX, from 1")
+    parser.add_argument("line", metavar="LINE", type=int, nargs="?", help="line of the PTX, from 1")
     parser.add_argument("-ptx", action="store_true", help="print only PTX")
     parser.add_argument("-sass", action="store_true", help="print only SASS")
     parser.add_argument("-n", action="store_true", help="print PTX line numbers and SASS addresses")
@@ -58,17 +58,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=2,
         metavar="N",
-        help="how many steps back; 0 for the instruction alone (default: 2)",
+        help="steps to follow back; 0 for the instruction alone (default: 2)",
     )
     parser.add_argument(
-        "--fan-out", action="store_true", help="what became of all PTX instructions, by opcode"
+        "--fan-out", action="store_true", help="the SASS of all PTX instructions, by opcode"
     )
-    parser.add_argument("--arch", metavar="sm_NN", help="if the file holds several architectures")
+    parser.add_argument("--arch", metavar="sm_NN", help="for a file of several architectures")
     parser.add_argument(
         "--kernel",
         action="append",
         default=[],
-        help="a NAME if it holds several kernels, or a step of this library",
+        help="a NAME if the file holds several kernels, or a step of this library",
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.fan_out == (arguments.line is not None):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Report on the machine code of one kernel: its main loop, and what bounds it."""
+"""Report on the machine code of one kernel: its main loop and the loop's bounds."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
 Report on the SASS of one kernel, from the installed library or from any cubin, fatbin, object file
-or library: instructions by phase and class, registers, spills and the loop that holds them, lower
-bounds for an iteration of the main loop by pipe, issue and latency, stalls and scoreboard waits,
-and the loop itself with its control words decoded. No GPU and no CUDA toolkit is needed.
+or library. The report has instructions by phase and class, registers, spills and their loops, lower
+bounds for an iteration of the main loop by pipe, issue and latency, stalls and scoreboard waits. It
+ends with the loop itself, its control words decoded. Neither a GPU nor a CUDA toolkit is needed.
 
-A control word reads: s stall cycles, y where the scheduler may turn to another warp, w and r the
-scoreboard raised until the result is written and the operands are read, b the scoreboards waited
-for, u the operands kept in the reuse cache.
+A control word reads: s stall cycles; y if the scheduler may turn to another warp; w and r the
+scoreboards raised until the result is written and the operands are read; b the scoreboards waited
+for; u the operands kept in the reuse cache.
 """
 
 EXAMPLES = """\
 examples:
-  the main loop of the last version on an H100, and what bounds it:
+  the main loop of step 16 on an H100, and its bounds:
     python tools/analysis/sass_report.py 16
-  the same for an RTX 4090, in fp16, with the CUDA lines:
+  the same loop for an RTX 4090, in fp16, with the CUDA lines:
     python tools/analysis/sass_report.py 16 --arch sm_89 --dtype fp16 --source
-  what it takes at least on an A100 with 108 multiprocessors at 1410 MHz:
+  the least time of a launch on an A100 with 108 multiprocessors at 1410 MHz:
     python tools/analysis/sass_report.py 16 --arch sm_80 --sms 108 --mhz 1410 --seq 8192
-  where a tile of 128 rows spills:
+  the spills of a tile of 128 rows:
     python tools/analysis/sass_report.py v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma
-  anybody's kernel, launched with 64 threads and 8 KiB of dynamic shared memory:
+  a kernel of your own, launched with 64 threads and 8 KiB of dynamic shared memory:
     python tools/analysis/sass_report.py \\
         examples/own_kernel/row_softmax.sm_90.cubin#row_softmax --threads 64 --smem 8192
-  a certain loop of a kernel, for a page:
+  one loop of a kernel, for a page:
     python tools/analysis/sass_report.py 16 --loop 0 --markdown > v16.md
 
 exit status: 0 reported, 2 wrong usage or a file that cannot be read, 130 interrupted
@@ -94,49 +94,49 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kernel",
         metavar="NAME",
-        help="of a FILE: another way to give the NAME",
+        help="of a FILE: its kernel's name, instead of FILE#NAME",
     )
     parser.add_argument(
         "--arch",
         metavar="SM",
-        help=f"such as sm_89 (default: {ARCHITECTURE}, or else the latest that is built; the only "
-        "one of a FILE)",
+        help=f"such as sm_89 (default: {ARCHITECTURE}, or else the latest that is built; for a "
+        "FILE its only architecture)",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPE_CHOICES[:-1],
         default="bf16",
-        help="of steps; a short form has its own (default: bf16)",
+        help="dtype of steps; a short form has its own (default: bf16)",
     )
     parser.add_argument(
-        "--loop", type=int, metavar="N", help="the loop to look into (default: the main loop)"
+        "--loop", type=int, metavar="N", help="number of the loop to show (default: the main loop)"
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="of a FILE: threads a block, for the occupancy"
+        "--threads", type=int, metavar="N", help="of a FILE: threads per block, for occupancy"
     )
     parser.add_argument(
         "--smem",
         type=int,
         default=0,
         metavar="BYTES",
-        help="of a FILE: dynamic shared memory a block (default: 0)",
+        help="of a FILE: bytes of dynamic shared memory per block (default: 0)",
     )
     time = parser.add_argument_group(
-        "what a launch takes at least, on another GPU or problem",
+        "least time of a launch, on another GPU or problem",
         f"The problem is the one that is measured at {SIZE}, with these changes.",
     )
     time.add_argument("--sms", type=int, metavar="N", help="streaming multiprocessors")
     time.add_argument("--mhz", type=float, metavar="F", help="their clock")
     add_problem_options(time)
     parser.add_argument(
-        "--source", action="store_true", help="print the CUDA lines above what they became"
+        "--source", action="store_true", help="print CUDA lines above their instructions"
     )
     parser.add_argument(
         "--results",
         type=Path,
         default=ROOT / RESULTS,
         metavar="FILE",
-        help=f"measurements to stand beside the bound, for {ARCHITECTURE} (default: {RESULTS})",
+        help=f"measurements to print beside the bound, for {ARCHITECTURE} (default: {RESULTS})",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--markdown", action="store_true", help="Markdown on stdout")
@@ -152,8 +152,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_kernel(arguments: argparse.Namespace) -> KernelFacts:
-    """The kernel that is named, of a file or of the installed library. Raises UsageError, SassError
-    and ValueError."""
+    """The named kernel, from a file or from the installed library. Raises UsageError, SassError and
+    ValueError."""
     results = load_results(arguments.results) if arguments.results.is_file() else None
     where = file_in(arguments.kernel_or_file)
     if where is not None:
@@ -173,16 +173,17 @@ def read_kernel(arguments: argparse.Namespace) -> KernelFacts:
 
 
 def with_prediction(facts: KernelFacts, arguments: argparse.Namespace) -> KernelFacts:
-    """The facts with the launch that is asked for in place of the one that was measured. Raises
-    UsageError and ValueError."""
+    """The facts with the requested launch instead of the measured one. Raises UsageError and
+    ValueError."""
     if not isinstance(facts, ConfigFacts):
         raise UsageError(
-            "--sms and --mhz: how often loops are run is known only for kernels of this library"
+            "--sms and --mhz need trip counts of loops, which are known only for kernels of this "
+            "library: leave them out"
         )
     if facts.unit is None:
         raise UsageError(
             f"--sms and --mhz: {facts.config.short_form()} has no tensor instructions, which tell "
-            "how often loops are run: leave them out"
+            "the trip counts of loops: leave them out"
         )
     config = facts.config
     require_options_of(arguments, [config.family.operation.name])
@@ -209,7 +210,7 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Report; returns the exit status."""
+    """Print the report; returns the exit status."""
     arguments = parse_arguments(argv)
     return run_tool(lambda: print_text(report(arguments)), ValueError, OSError)
 

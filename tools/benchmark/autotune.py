@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find the fastest configs of this GPU, by compiling and timing those of the registry."""
+"""Find the fastest configs of this GPU, by compiling and timing configs of the registry."""
 
 from __future__ import annotations
 
@@ -60,29 +60,33 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILE_TIMEOUT_S = 300.0
 
 DESCRIPTION = f"""\
-Search for the fastest configs of this GPU. Candidates are compiled on the side, into machine code
-for this GPU alone; those that spill or do not fit are dropped; the others are compared with
+Search for the fastest configs of this GPU. Candidates are compiled in the background, into machine
+code for this GPU alone, and dropped if they spill or do not fit. The others are compared with
 float64 and timed beside the operation's first library (PyTorch's flash backend for attention), in a
-process that they may hang or crash. The fastest few of each step meet in one run at all sizes,
-under sustained load, and the harmonic mean decides; a size at which another is faster is noted.
-Configs for causal problems are tuned on such, for themselves. The winners are written to
-configs/best_GPU.json and all that was found to configs/sweep_GPU.json; those of other steps in
-these files stay. What was measured is kept in build/autotune: a sweep that was stopped goes on
-where it was; a candidate that failed is not tried again, unless that folder is deleted. First round
-at {" and ".join(map(str, SCREEN_SIZES))}; the problems are those that pt_bench.py measures.
+process that they may hang or crash.
+
+The first round is at {" and ".join(map(str, SCREEN_SIZES))}, on the problems of pt_bench.py. Then
+the fastest few of each step meet in one run at all sizes, under sustained load, and the harmonic
+mean decides. Configs that are faster at single sizes are recorded. Configs for causal problems are
+tuned on causal problems, in a contest of their own.
+
+The winners are written to configs/best_GPU.json and all candidates to configs/sweep_GPU.json;
+entries of other steps in these files stay. Measurements are kept in build/autotune, so that an
+interrupted sweep can continue. A candidate that failed is not tried again, unless that folder is
+deleted.
 """
 
 EXAMPLES = """\
 examples:
   the final kernel, within six minutes:
     python tools/benchmark/autotune.py --steps 16 --budget 240
-  every step that has something to tune, in both dtypes; it takes long and can be stopped:
+  every step with options to tune, in both dtypes; it takes long and can be interrupted:
     python tools/benchmark/autotune.py --dtype all
   the last kernel of hopper in both dtypes, by length, causal too:
     python tools/benchmark/autotune.py --steps h30 --dtype all
-  the same, and where a config of an earlier step is faster, that one:
+  one winner of three steps, which may be a config of an earlier step:
     python tools/benchmark/autotune.py --steps h24 h26 h30 --together
-  with tiles so large that they spill a little, which can pay:
+  with tiles that spill a little, which can be faster:
     python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:
     python tools/benchmark/autotune.py --configs few.json
@@ -90,7 +94,7 @@ examples:
     python tools/build/generate_kernel_instantiations.py
     pip install . && python tools/debug/sanity_check.py --small --kernel 16
 
-exit status: 0 every step has a winner, 1 one has none, 2 wrong usage or nothing was run,
+exit status: 0 every step has a winner, 1 a step has none, 2 wrong usage or nothing was run,
 130 interrupted
 """
 
@@ -103,17 +107,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="STEP",
-        help=f"{STEP_NAMES} (default: all of attention that can be tuned)",
+        help=f"{STEP_NAMES} (default: all steps of attention with options to tune)",
     )
     parser.add_argument(
         "--together",
         action="store_true",
-        help="one winner of all steps, kept as the last one's, which attention() takes",
+        help="choose one winner of all steps; it is kept as the last step's, for attention()",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
     for option, default, text in (
         ("", "those of the operation", "sizes (sequence lengths, widths) of the last round"),
-        ("screen-", " ".join(map(str, SCREEN_SIZES)), "sizes of the first"),
+        ("screen-", " ".join(map(str, SCREEN_SIZES)), "sizes of the first round"),
     ):
         parser.add_argument(
             *(f"--{option}seq", f"--{option}size"),
@@ -131,28 +135,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=positive_seconds,
         default=math.inf,
         metavar="SECONDS",
-        help="begin no candidate after so many seconds; the last round comes on top",
+        help="begin no candidate after so many seconds; the last round takes extra time",
     )
     parser.add_argument(
         "--timeout",
         type=positive_seconds,
         default=15.0,
         metavar="SECONDS",
-        help="a kernel that takes longer at one length hangs (default: 15)",
+        help="stop a kernel that takes longer than this at one length (default: 15)",
     )
     parser.add_argument(
         "--allow-spills",
         type=not_negative,
         default=0,
         metavar="BYTES",
-        help="keep candidates that store and load so much a thread (default: 0)",
+        help="keep candidates that store and load up to so many bytes per thread (default: 0)",
     )
     parser.add_argument(
         "--jobs",
         type=positive,
-        # one core launches kernels meanwhile
+        # One core launches kernels meanwhile.
         default=max(1, len(os.sched_getaffinity(0)) - 1),
-        help="compilers to run at once (default: one less than there are cores)",
+        help="compilers to run at once (default: one less than the number of cores)",
     )
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
@@ -162,7 +166,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def candidates(arguments: argparse.Namespace) -> list[Config]:
-    """The configs to try. Raises OSError, and ValueError if there are none or one does not fit."""
+    """The configs to try. Raises OSError, and ValueError if there are none or a config of the file
+    is not valid."""
     if arguments.configs:
         configs = read_config_file(arguments.configs)
     else:
@@ -178,7 +183,7 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
         tuned = [config.step for config in configs]
         raise UsageError(
             f"no config to try for --steps {' '.join(arguments.steps) or ALL} and dtype "
-            f"{arguments.dtype}: steps that can be tuned are "
+            f"{arguments.dtype}: steps with options to tune are "
             f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
     operation = one_operation(chosen)
@@ -208,7 +213,7 @@ class Bar:
 
 
 def winner_text(found: BestConfig) -> str:
-    """One line, and one for each size at which another config is faster."""
+    """One line for the winner, and one line per size at which another config is faster."""
     operation = found.operation
     lines = [
         f"{found.step} {found.dtype}: {found.config}, {found.mean_speed:.0f} "
@@ -216,7 +221,7 @@ def winner_text(found: BestConfig) -> str:
         f"{LIBRARY_NAMES[operation.first]}, of {found.n_candidates} timed"
     ]
     lines += [
-        f"  at {at.size}: {at.config}, {at.of_mean:.3f} of that"
+        f"  at {at.size}: {at.config}, {at.of_mean:.3f} of the winner's speed"
         for at in found.at_sizes
         if at.of_mean > 1
     ]
@@ -226,7 +231,7 @@ def winner_text(found: BestConfig) -> str:
 def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     """Search, write the files and print the winners; returns the exit status.
 
-    Raises BuildError, OSError, ValueError, and WorkerError if there is no process to measure in.
+    Raises BuildError, OSError, ValueError, and WorkerError if no measuring process can be started.
     """
     begin = time.monotonic()
     configs = candidates(arguments)
@@ -293,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with WorkerProcess(WORKER_COMMAND) as worker:
             return tune(arguments, worker)
 
-    told = "interrupted: what was measured is kept, the same command goes on there"
+    told = "interrupted: the measurements are kept, and the same command continues there"
     try:
         return run_tool(run, BuildError, OSError, ValueError, interrupted=told)
     except WorkerError as error:

@@ -41,27 +41,27 @@ LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"
 
 SIZE = 4096  # of the problem, if none is asked for
 DESCRIPTION = f"""\
-Run kernels under Nsight Compute and print what it counted, the mean of --runs launches: duration,
-cycles, registers, occupancy, L2 hit rate, use of the tensor pipe, bank conflicts of shared memory,
-instructions, and the largest stall reasons, as cycles that a warp waited per instruction issued.
-The problem is the one that pt_bench.py measures at a size, {SIZE} by default.
+Run kernels under Nsight Compute and print its counts, the mean of --runs launches. The table has
+duration, cycles, registers, occupancy, L2 hit rate, use of the tensor pipe, bank conflicts of
+shared memory, instructions, and the largest stall reasons, in cycles that a warp waited per issued
+instruction. The problem is the one that pt_bench.py measures at a size, {SIZE} by default.
 Clocks are left as they are. A launch is repeated for each group of counters, so that its duration
-is that of one alone on the GPU, with a warm cache; compare speeds with pt_bench.py.
+is that of a single launch on the GPU, with a warm cache; compare speeds with pt_bench.py.
 """
 
 EXAMPLES = """\
 examples:
-  what the swizzle does to bank conflicts, on a GPU:
+  the bank conflicts that the swizzle removes, on a GPU:
     python tools/benchmark/ncu_bench.py --kernel 1 2 --dtype bf16
-  the last step beside PyTorch's flash backend:
+  step 16 beside PyTorch's flash backend:
     python tools/benchmark/ncu_bench.py --kernel 16 --dtype bf16 --library flash --seq 8192
-  the last step's causal kernels, 32 heads on 8:
+  causal kernels of step h24, 32 heads of Q on 8 of K and V:
     python tools/benchmark/ncu_bench.py --kernel h24 --causal --heads 32 --kv-heads 8
   the whole progression, for a spreadsheet:
     python tools/benchmark/ncu_bench.py --dtype bf16 --csv ncu.csv --json ncu.json
 
-exit status: 0 every kernel was counted, 1 one was not, 2 wrong usage or nothing could be counted,
-130 interrupted
+exit status: 0 every kernel was counted, 1 a kernel was not, 2 wrong usage or nothing could be
+counted, 130 interrupted
 """
 
 
@@ -77,12 +77,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="also count a library's attention",
     )
     add_problem_options(parser)
-    parser.add_argument("--runs", type=positive, default=3, help="launches of each (default: 3)")
-    parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a kernel")
+    parser.add_argument("--runs", type=positive, default=3, help="launches per kernel (default: 3)")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row per kernel")
     parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="with what it was counted on"
+        "--json", type=output_file, metavar="FILE", help="counts, machine and software"
     )
-    parser.add_argument("--raw", type=output_folder, metavar="DIR", help="keep all that ncu wrote")
+    parser.add_argument("--raw", type=output_folder, metavar="DIR", help="keep all output of ncu")
     add_commit_argument(parser)
     return parser.parse_args(argv)
 

@@ -57,22 +57,27 @@ from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Time the kernels of one operation beside its libraries, in one process: attention beside PyTorch's
-flash and cuDNN backends, and the packages flash_attn and fa3_fwd (FlashAttention-3) where they are
-installed; softmax along rows beside PyTorch's and a copy. First in bursts, between which the chip
-rests, then under sustained load, without a pause. Each sample is a CUDA graph that goes round
-several sets of inputs; every contender is timed once a round, in an order that changes, with a
-sample of the first library next to it, which it is compared with; that library timed twice tells
+Time the kernels of one operation beside its libraries, in one process. Attention runs beside
+PyTorch's flash and cuDNN backends, and beside the packages flash_attn and fa3_fwd
+(FlashAttention-3) where they are installed. Softmax along rows runs beside PyTorch's softmax and a
+copy.
+
+The kernels are timed first in bursts, between which the chip rests, then under sustained load,
+without a pause. Each sample is a CUDA graph whose launches rotate through several sets of inputs.
+Every contender is timed once per round, in an order that changes, and compared with a sample of the
+first library next to its own. The first library takes part twice, and the ratio of the two gives
 the noise. Clock, power and temperature are read at each sample. Outputs are compared with float64
 before and after. A size that does not fit in memory is skipped, and a kernel is left out of
-problems that it does not take. A file holds one problem at each size and dtype.
+problems that it does not take. A file holds one problem per size and dtype.
 
-Attention: of 16 heads the batch is 16, or what 65536 tokens leave; of more heads it is as much
-smaller; d_head is 128. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations; for causal
-problems, only the pairs of a query and a key that it sees. The chip's own rates, of a large matrix
-product and of mma.sync on registers, are measured along. For an H100 or H200 the share of the
-tensor cores' peak is shown too, at the clock that was read: TFLOP/s / (4096 FLOP per SM and cycle *
-SMs * SM clock). Rows: GB/s count each input read once and each output written once.
+Attention: d_head is 128. With 16 heads the batch is 16, or fewer to stay within 65536 tokens; with
+more heads it is smaller by the same factor. TFLOP/s count 4 * batch * heads * seq^2 * d_head
+operations; for causal problems only the pairs of a query and a key that it sees. The chip's own
+rates, of a large matrix product and of mma.sync on registers, are measured too. For an H100 or H200
+the table also shows the share of the tensor cores' peak at the measured clock: TFLOP/s / (4096 FLOP
+per SM and cycle * SMs * SM clock).
+
+Softmax along rows: GB/s count each input read once and each output written once.
 """
 
 EXAMPLES = """\
@@ -81,14 +86,14 @@ examples:
     python tools/benchmark/pt_bench.py --json benchmarks/results/h100.json
   the first three steps at two lengths:
     python tools/benchmark/pt_bench.py --kernel 1..3 --seq 1024 4096
-  the speed that a chip with a power limit keeps up, alone:
+  the speed that a chip with a power limit sustains, without bursts:
     python tools/benchmark/pt_bench.py --kernel v16 --load sustained
-  beside FlashAttention-3 on a machine without network, from wheels brought along:
+  beside FlashAttention-3 on a machine without network, from local wheels:
     pip install --no-deps fa3_fwd-*.whl einops-*.whl packaging-*.whl
     python tools/benchmark/pt_bench.py --kernel v16 o5
   at lengths that tiles of 192 rows and 80 keys divide, too:
     python tools/benchmark/pt_bench.py --kernel v16 o5 --seq 960 1920 3840 7680 15360
-  causal problems, and 32 heads of Q on 8 of K and V, each into a file of its own:
+  causal problems, then 32 heads of Q on 8 of K and V, each into a file of its own:
     python tools/benchmark/pt_bench.py --kernel h21 h24 --causal --json causal.json
     python tools/benchmark/pt_bench.py --kernel h24 --heads 32 --kv-heads 8 --json grouped.json
   softmax along rows, in GB/s:
@@ -98,11 +103,11 @@ examples:
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype all --load burst --csv v16.csv \\
       --time-budget 60
-  both dtypes with as many bits in their inputs, which tells bits that cost power from instructions:
+  both dtypes with equal bits in their inputs, to separate the power of bits and of instructions:
     python tools/benchmark/pt_bench.py --kernel h20 --dtype all --load sustained --mantissa-bits 7
-  as a program without CUDA graphs sees it, with a cold L2 cache:
+  launches without CUDA graphs, with a cold L2 cache:
     python tools/benchmark/pt_bench.py --kernel v16 --timing events --cache flush
-  all that takes long, in parts: the same command goes on at the length where it was ended
+  a long measurement in parts: the same command continues at the length where it was interrupted
     python tools/benchmark/pt_bench.py --kernel hopper --resume --json hopper.json
   percent of FlashAttention-2 by step, and TFLOP/s by length, as a picture (needs matplotlib):
     python tools/benchmark/pt_bench.py --plot benchmark.svg
@@ -121,57 +126,58 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds",
         type=positive,
         default=Protocol().rounds,
-        help=f"samples of a contender under each load (default: {Protocol().rounds})",
+        help=f"samples per contender and load (default: {Protocol().rounds})",
     )
     parser.add_argument(
         "--load",
         choices=(*LOADS, "both"),
         default="both",
         help="burst: "
-        f"{LOADS['burst'].sample_ms:g} ms at a time, the chip idle for {LOADS['burst'].rest:g} "
-        f"times as long; sustained: {LOADS['sustained'].lead_ms:g} ms untimed, "
-        f"{LOADS['sustained'].sample_ms:g} ms timed, without a pause (default: both)",
+        f"samples of {LOADS['burst'].sample_ms:g} ms, after each the chip idles "
+        f"{LOADS['burst'].rest:g} times as long; sustained: {LOADS['sustained'].lead_ms:g} ms "
+        f"untimed, {LOADS['sustained'].sample_ms:g} ms timed, without a pause (default: both)",
     )
     parser.add_argument(
         "--time-budget",
         type=positive_seconds,
         default=math.inf,
         metavar="SECONDS",
-        help=f"begin no round after so many seconds, but time {Protocol().min_rounds} of each",
+        help="begin no round after so many seconds, but time at least "
+        f"{Protocol().min_rounds} rounds per load",
     )
     parser.add_argument(
         "--timing",
         choices=TIMING_CHOICES,
         default=Protocol().timing,
-        help="replay launches from a CUDA graph, so that none costs host time, or issue them one "
-        f"by one between events (default: {Protocol().timing})",
+        help="graph: replay launches from a CUDA graph, so that they cost no host time; events: "
+        f"issue launches one by one between events (default: {Protocol().timing})",
     )
     parser.add_argument(
         "--cache",
         choices=CACHE_CHOICES,
         default=Protocol().cache,
-        help="go round sets of inputs that together exceed the L2 cache, or overwrite the cache "
-        f"before each launch (default: {Protocol().cache})",
+        help="rotate through sets of inputs that together exceed the L2 cache, or overwrite the "
+        f"cache before each launch (default: {Protocol().cache})",
     )
     parser.add_argument(
         "--mantissa-bits",
         type=positive,
         default=Protocol().mantissa_bits,
         metavar="N",
-        help="round inputs to N bits behind the leading one: fp16 has 10, bf16 7, and each costs "
-        "power (default: all)",
+        help="round inputs to N bits behind the leading one: fp16 has 10, bf16 has 7, and each "
+        "bit costs power (default: all)",
     )
-    parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a measurement")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row per measurement")
     parser.add_argument(
         "--json",
         type=output_file,
         metavar="FILE",
-        help="all samples, with what they were measured on",
+        help="all samples, with machine and software",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="write the file of --json after each size; if it is there, begin where it ends",
+        help="write the file of --json after each size; if the file exists, continue at its end",
     )
     parser.add_argument(
         "--plot",
@@ -182,12 +188,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_commit_argument(parser)
     arguments = parser.parse_args(argv)
     if arguments.resume and not arguments.json:
-        parser.error("--resume needs the file of --json that a run was ended in")
+        parser.error("--resume needs the file of the interrupted run: name it with --json")
     return arguments
 
 
 def protocol_of(arguments: argparse.Namespace) -> Protocol:
-    """The protocol that was asked for."""
+    """The requested protocol."""
     return Protocol(
         rounds=arguments.rounds,
         loads=tuple(load for load in LOADS.values() if arguments.load in (load.name, "both")),
@@ -203,12 +209,12 @@ def choose(
     operation: Operation,
     shapes: Sequence[Problem],
 ) -> list[Config]:
-    """The chosen kernels, one of which takes each problem. Raises PlotError and UsageError."""
+    """The chosen kernels; at least one takes each problem. Raises PlotError and UsageError."""
     first = shapes[0]
     if arguments.plot:
         usual = measured_problem(argparse.Namespace(), operation, getattr(first, operation.swept))
         if first != usual:
-            raise UsageError("--plot draws the steps at their usual problems: leave it out")
+            raise UsageError("--plot draws steps only at their usual problems: leave --plot out")
         require_plotting()
     dtypes = parse_dtypes(arguments.dtype)
     own = [c for c in backend.kernels if c.family.operation == operation]
@@ -220,12 +226,12 @@ def choose(
 
 
 def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
-    """Measure what was asked for.
+    """Measure the requested kernels.
 
-    Raises KernelsNotRun without a GPU, PlotError where a plot could not be drawn, OSError, and
-    ValueError for what cannot be measured.
+    Raises KernelsNotRun without a GPU, PlotError if a plot cannot be drawn, OSError, and ValueError
+    for kernels that cannot be measured.
     """
-    from flash_helpers.measure.benchmark import (  # and torch, which --help does not wait for
+    from flash_helpers.measure.benchmark import (  # imports torch: late, so that --help is fast
         BenchmarkRun,
         contenders_for,
         library_records,
@@ -251,7 +257,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     contenders = {
         dtype: contenders_for(configs, dtype, backend, operation, codes) for dtype in dtypes
     }
-    is_counted = operation.metric == TFLOPS  # else the chip's rates are no ceiling
+    is_counted = operation.metric == TFLOPS  # otherwise the chip's rates are no ceiling
 
     def results_of(run: BenchmarkRun) -> BenchmarkResults:
         return BenchmarkResults(
@@ -309,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = parse_arguments(argv)
     command = typed_command("pt_bench.py", argv)
-    kept = "what was measured of whole sizes is kept, the same command goes on there"
+    kept = "the sizes that were finished are kept, and the same command continues there"
     return run_tool(
         lambda: run(arguments, command),
         *(KernelsNotRun, OSError, PlotError, ValueError),

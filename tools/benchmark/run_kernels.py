@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Launch kernels a few times and do nothing else: something to put under a profiler."""
+"""Launch kernels a few times and do nothing else, as a target for profilers."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ examples:
   memory errors, also of causal kernels on more keys than queries:
     compute-sanitizer python tools/benchmark/run_kernels.py --kernel 1..3
     compute-sanitizer python tools/benchmark/run_kernels.py --kernel h21..h24 --causal --len-k 777
-  PyTorch's flash backend, to look at beside them:
+  PyTorch's flash backend, for comparison:
     nsys profile python tools/benchmark/run_kernels.py --library pytorch_flash --heads 16 --seq 4096
 
-exit status: 0 all were launched, 2 wrong usage or nothing was run
+exit status: 0 all kernels were launched, 2 wrong usage or nothing was run
 """
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(
-        "Launch each chosen kernel --repeat times on one input, and wait.", EXAMPLES
+        "Launch each chosen kernel --repeat times on one input, and wait for the end.", EXAMPLES
     )
     add_kernel_arguments(parser)
     libraries = [name for operation in OPERATIONS.values() for name in operation.libraries]
@@ -58,7 +58,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--library", choices=libraries, help="launch a library instead of the kernels"
     )
     add_problem_options(parser)
-    parser.add_argument("--repeat", type=positive, default=1, help="launches of each (default: 1)")
+    parser.add_argument(
+        "--repeat", type=positive, default=1, help="launches per kernel (default 1)"
+    )
     parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
     parser.add_argument(
         "--list",
@@ -67,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     if arguments.library and arguments.kernel:
-        parser.error("--library does not go with --kernel: launch one or the other")
+        parser.error("--library and --kernel exclude each other: leave one out")
     if arguments.library and arguments.list:
         parser.error("--list is of kernels: leave --library out")
     return arguments
@@ -91,9 +93,9 @@ def chosen(arguments: argparse.Namespace, backend: Backend) -> list[tuple[Config
 def launches(
     arguments: argparse.Namespace, backend: Backend
 ) -> list[tuple[Problem, Callable[[list[Any]], object]]]:
-    """Return the problem, and a function of its tensors, for each kernel or dtype asked for.
+    """Return the problem, and a function of its tensors, for each requested kernel or dtype.
 
-    Raises UsageError.
+    Raises UsageError if nothing can be launched.
     """
     if not arguments.library:
         return [
@@ -127,7 +129,7 @@ def cluster_blocks(config: Config, problem: Problem) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Launch the kernels. Raises KernelsNotRun and ValueError."""
-    import torch  # which --help does not wait for
+    import torch  # late, so that --help is fast
 
     from flash_helpers.runtime.tensors import torch_dtype
 

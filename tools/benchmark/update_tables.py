@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what was measured into the headers of the kernels, and as plots."""
+"""Write measurements into the headers of the kernels, and draw them as plots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from flash_helpers.measure.results import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-# Panels, with the family whose results they show.
+# Panels, each with the family whose results it shows.
 PLOTS = {
     Path("docs/images/progression.svg"): (PROGRESSION, "ampere"),
     Path("docs/images/seq_len.svg"): (SEQ_LEN, "ampere"),
@@ -50,8 +50,8 @@ examples:
   after a new measurement:
     python tools/benchmark/pt_bench.py --json {RESULTS}
     python tools/benchmark/update_tables.py
-  do the headers and the plots show what the data says, and was the data measured with the machine
-  code that the library holds today? (exit 1, with a diff or the names, if not)
+  do the headers and the plots agree with the data, and does the library still hold the machine code
+  that was measured? (exit 1, with a diff or the names, if not)
     python tools/benchmark/update_tables.py --check
 
 exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
@@ -61,10 +61,10 @@ exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(
-        "Replace what stands between the benchmark markers of each kernel's header, and draw the "
+        "Replace the text between the benchmark markers of each kernel's header, and draw the "
         "plots that are absent or show other numbers (needs matplotlib): "
-        f"{', '.join(map(str, PLOTS))}. The tables of the README and of the pages are "
-        "build_docs.py's.",
+        f"{', '.join(map(str, PLOTS))}. build_docs.py writes the tables of the README and of the "
+        "pages.",
         EXAMPLES,
     )
     parser.add_argument(
@@ -86,7 +86,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def updated_headers(
     root: Path, by_family: Mapping[str, BenchmarkResults]
 ) -> dict[Path, tuple[str, str]]:
-    """Each kernel's file as it is and as it should be. Raises OSError, or ValueError for
+    """Each kernel's file as it is and as it should be. Raises OSError, or ValueError for missing
     markers."""
     texts = {}
     for step in STEPS.values():
@@ -101,9 +101,9 @@ def updated_headers(
 def stale_plots(
     root: Path, by_family: Mapping[str, BenchmarkResults]
 ) -> dict[Path, tuple[str, str]]:
-    """Files of plots that are absent or show other numbers, with what they are of.
+    """Files of plots that are absent or show other numbers, with their panels and results.
 
-    Raises PlotError if there are no numbers for one.
+    Raises PlotError if a plot has no numbers.
     """
     stale = {}
     for name, (panel, family) in PLOTS.items():
@@ -117,7 +117,7 @@ def stale_plots(
 def update(arguments: argparse.Namespace) -> int:
     """Update or check the files; returns the exit status.
 
-    Raises OSError, PlotError, and ValueError for markers that are not there.
+    Raises OSError, PlotError, and ValueError for missing markers.
     """
     root = arguments.root
     by_family = results_by_family(root, load_results(arguments.results))
@@ -129,9 +129,9 @@ def update(arguments: argparse.Namespace) -> int:
             print_text(text_diff(str(path.relative_to(root)), *pair))
         for path in plots:
             name = path.relative_to(root)
-            print(f"{name} is absent or shows other numbers than were measured")
+            print(f"{name} is absent or shows other numbers than the measurements")
     else:
-        # all is drawn before anything is written
+        # All plots are drawn before any is written.
         drawn = {path: plot_svg(by_family[of], [panel]) for path, (panel, of) in plots.items()}
         for path, text in {**{path: new for path, (_, new) in stale.items()}, **drawn}.items():
             write_if_different(path, text)

@@ -1,4 +1,4 @@
-"""setuptools' build backend, which also asks pip for nvcc where there is none."""
+"""Build backend of setuptools that also asks pip for nvcc if the machine has none."""
 
 import sys
 
@@ -26,7 +26,7 @@ __all__ = [
 
 def _with_toolchain(requirements: list) -> list:
     if sys.version_info < (3, 10):
-        return requirements  # pip says so once it has read the metadata
+        return requirements  # pip reports the error once it has read the metadata
     from flash_helpers.compile.toolchain import BuildError, toolchain_requirements
 
     try:

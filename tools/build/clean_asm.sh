@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Strip from a SASS listing what moves when an instruction does: flash_helpers.sass.show.clean_listing,
-# which tells its usage.
+# Strip a SASS listing of addresses and other text that shifts with every inserted instruction:
+# flash_helpers.sass.show.clean_listing, whose --help tells the usage.
 set -euo pipefail
 
 python=${PYTHON:-python3}

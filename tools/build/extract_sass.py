@@ -27,28 +27,28 @@ from flash_helpers.sass.show.extract import (
 )
 
 DESCRIPTION = """\
-Disassemble the kernels in a cubin, fatbin, object file, library or program. Each instruction comes
-with its address, encoding, control word, live registers, PTX line, and CUDA line with the lines it
-was inlined at; each kernel with the resources it takes. Lines need a file compiled with -lineinfo.
+Disassemble the kernels in a cubin, fatbin, object file, library or program. Each instruction is
+printed with its address, encoding, control word, live registers, PTX line, and CUDA line with the
+lines it was inlined at. Each kernel has its resources. Lines need a file compiled with -lineinfo.
 
 A control word such as "s02 y w0 r- b:01---- u:a--" reads: 2 cycles until the next instruction may
 issue; the scheduler may turn to another warp; barrier 0 is raised until the result is written, none
 until the operands are read; wait for barriers 0 and 1; operand a stays in the reuse cache. Live
 registers are counted as general, predicate, uniform, uniform predicate.
 
-It needs nvdisasm: pip install nvidia-cuda-nvdisasm
+The tool needs nvdisasm: pip install nvidia-cuda-nvdisasm
 """
 
 EXAMPLES = """\
 examples:
-  what is in the installed library:
+  the contents of the installed library:
     python tools/build/extract_sass.py flash_attention/libflash_attention.so --list --arch sm_90
-  step 16, a file for each of its kernels:
+  step 16, one file per kernel:
     python tools/build/extract_sass.py flash_attention/libflash_attention.so --arch sm_90 \\
         --kernel v16 -o sass
-  one kernel of somebody's library, by its name in C++ or a part of it:
+  one kernel of any library, by its C++ name or a part of the name:
     python tools/build/extract_sass.py 'examples/own_kernel/row_softmax.sm_90.cubin#row_softmax'
-  two cubins compared with nothing but diff:
+  two cubins compared by diff:
     python tools/build/extract_sass.py --no-offsets \\
         examples/own_kernel/row_softmax.sm_90.cubin > before.sass
     python tools/build/extract_sass.py --no-offsets \\
@@ -58,7 +58,7 @@ examples:
     python tools/build/extract_sass.py --cfg \\
         examples/own_kernel/row_softmax.sm_90.cubin | dot -Tsvg > kernel.svg
 
-exit status: 0 done, 2 wrong usage or a file that will not do, 130 interrupted
+exit status: 0 done, 2 wrong usage or an unusable file, 130 interrupted
 """
 
 
@@ -78,30 +78,30 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--list",
         action="store_true",
-        help="only name architectures, kernels and device functions, those of one name with their "
-        "members",
+        help="only name architectures, kernels and device functions; those that share a name are "
+        "listed with their archive members",
     )
     what.add_argument(
-        "--cfg", action="store_true", help="instead: basic blocks and loops as a Graphviz graph"
+        "--cfg", action="store_true", help="instead: print blocks and loops as a Graphviz graph"
     )
     parser.add_argument(
         "--no-offsets",
         action="store_true",
-        help="leave out what shifts with every instruction (addresses, encodings, live registers, "
-        "line numbers), so that a plain diff works",
+        help="leave out addresses, encodings, live registers and line numbers, so that a plain "
+        "diff works",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="DIR",
         type=output_folder,
-        help="write a file for each kernel and architecture there, and print their names",
+        help="write one file per kernel and architecture into DIR, and print the names",
     )
     return parser.parse_args(argv)
 
 
 def extract(arguments: argparse.Namespace) -> Iterator[str]:
-    """The text to print, a text a kernel. Raises SassError and OSError."""
+    """The texts to print, one per kernel. Raises SassError and OSError."""
     where = arguments.file
     names = kernel_names([*where.names, *arguments.kernel])
     chosen = where.path, arguments.arch, names, where.member
@@ -115,11 +115,11 @@ def extract(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def texts(arguments: argparse.Namespace, chosen: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
-    """The name of a file and the text of each kernel, one in memory at a time. chosen: what
-    `reader.iter_kernels` takes."""
+    """File name and text of each kernel, one in memory at a time. chosen: arguments of
+    `reader.iter_kernels`."""
     make, suffix = (graph_text, ".dot") if arguments.cfg else (listing_text, ".sass")
     files = FileNames(suffix, readable_name)
-    # a bar would stand between the lines
+    # A progress bar would break up the printed lines.
     is_shown = arguments.output is None and sys.stdout.isatty()
     with nullcontext() if is_shown else progress_bar("disassemble") as progress:
         for kernel in iter_kernels(*chosen, sources=own_paths, progress=progress):

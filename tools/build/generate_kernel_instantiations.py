@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write what is generated from the registry: the maps from config to kernel, the fields of the
-configs' C++ structs, and the list of the configs that are built in this checkout alone."""
+"""Write the files that are generated from the registry: the maps from config to kernel, the fields
+of the configs' C++ structs, and the list of configs that are built only in this checkout."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ examples:
     python {GENERATOR}
   are the committed files up to date? (exit 1 and a diff if not)
     python {GENERATOR} --check
-  build other configs too, in this checkout: a JSON list of short forms or of config fields:
+  build further configs in this checkout, from a JSON list of short forms or of config fields:
     python {GENERATOR} --configs mine.json
-  build them no more:
+  stop building them:
     rm {LOCAL_CONFIGS}
 
 exit status: 0 done, 1 --check found something stale, 2 wrong usage or bad input
@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=[],
         metavar="FILE",
-        help="JSON files of configs to build beside the registry's and those of "
+        help="JSON files of configs to build besides those of the registry and of "
         f"{CONFIG_FOLDER}/{BEST_PATTERN}; they are kept in {LOCAL_CONFIGS}, which git ignores",
     )
     parser.add_argument(
@@ -65,12 +65,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     if arguments.check and arguments.configs:
-        parser.error("--check looks at what is committed: leave --configs out")
+        parser.error("--check compares the committed files: leave --configs out")
     return arguments
 
 
 def add_local(root: Path, files: Iterable[Path]) -> None:
-    """Keep the configs of files in the list of this checkout's own. Raises OSError, ValueError."""
+    """Add the configs of files to the list of this checkout. Raises OSError, ValueError."""
     local = root / LOCAL_CONFIGS
     known = read_config_file(local) if local.is_file() else []
     added = [config for path in files for config in read_config_file(path)]
@@ -97,7 +97,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check what is generated; returns the exit status."""
+    """Write or check the generated files; returns the exit status."""
     arguments = parse_arguments(argv)
     return run_tool(lambda: generate(arguments), OSError, ValueError)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the PTX that a cubin or a library carries."""
+"""Print the PTX in a cubin or a library."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import FileNames, ptx_texts, write_files
 
 DESCRIPTION = """\
-Print the PTX in a cubin, fatbin, object file, library or program: that which was compiled to its
-cubins, which -lineinfo embeds in them, or else the PTX that it carries for later compilation. Of
-embedded PTX the line numbers are kept, empty lines at the beginning too: they are those that
-extract_sass.py shows.
+Print the PTX in a cubin, fatbin, object file, library or program: the PTX that its cubins were
+compiled from, which -lineinfo embeds in them, or else the PTX that it carries for later
+compilation. Embedded PTX keeps its line numbers, empty lines at the beginning too, so that they
+match the output of extract_sass.py.
 """
 
 EXAMPLES = """\
 examples:
-  the PTX of step 16, a file for each of its kernels:
+  the PTX of step 16, one file per kernel:
     python tools/build/get_embedded_ptx_from_cubin.py flash_attention/libflash_attention.so \\
         --arch sm_90 --kernel v16 -o ptx
-  of a cubin:
+  the PTX of a cubin:
     python tools/build/get_embedded_ptx_from_cubin.py \\
         examples/own_kernel/row_softmax.sm_90.cubin > row_softmax.ptx
 
@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         metavar="DIR",
         type=output_folder,
-        help="write a file for each module and architecture there, and print their names",
+        help="write one file per module and architecture into DIR, and print the names",
     )
     return parser.parse_args(argv)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tabulate what ptxas said of kernels."""
+"""Tabulate the resources of kernels from logs of ptxas."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from flash_helpers.console.command_line import make_parser, output_file, print_t
 from flash_helpers.console.files import write_if_different
 
 DESCRIPTION = """\
-Tabulate what `ptxas -v` said of kernels: registers, spills and stack in bytes a thread, static
-shared memory and constant memory in bytes, barriers; a row for each kernel and architecture. A
-kernel of this repository is named by the short form of its config, any other by its symbol. Empty:
-this ptxas does not tell.
+Tabulate the output of `ptxas -v`, one row per kernel and architecture: registers per thread, spills
+and stack in bytes per thread, static shared memory and constant memory in bytes, and barriers. A
+kernel of this repository is named by the short form of its config, any other kernel by its symbol.
+A cell is empty if this ptxas does not report the number.
 """
 
 EXAMPLES = """\
 examples:
   the logs that were kept when the library was built:
     python tools/build/parse_ptx_build.py flash_attention/ptxas
-  a kernel of your own, as it compiles:
+  a kernel of your own, while it compiles:
     nvcc -Xptxas -v -arch=sm_90 -c kernel.cu 2>&1 | python tools/build/parse_ptx_build.py -
   two builds, for a spreadsheet:
     python tools/build/parse_ptx_build.py before.log after.log --csv --output registers.csv
 
-exit status: 0 tabulated, 2 wrong usage, or a log that tells of no kernel or is cut off
+exit status: 0 tabulated, 2 wrong usage, or a log that names no kernel or is cut off
 """
 
 
@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     machine.add_argument("--csv", action="store_true", help="CSV, with the symbol and the log")
     machine.add_argument("--json", action="store_true", help="JSON, constant memory by bank")
     parser.add_argument(
-        "--output", type=output_file, metavar="FILE", help="write there, not to stdout"
+        "--output", type=output_file, metavar="FILE", help="write to FILE instead of stdout"
     )
     return parser.parse_args(argv)
 

@@ -6,22 +6,24 @@ usage() {
     cat <<'TEXT'
 usage: check_race.sh [KERNEL...] [OPTION...]
 
-Look for races in shared memory: two warps that touch the same bytes, one of them writing, with no
-barrier between. Where there is a GPU, NVIDIA's compute-sanitizer watches the kernels run on it;
-elsewhere the PTX simulator does, which also sees memory that was never written and asynchronous
-copies that no thread waited for. Kernels with clusters of thread blocks are watched in the
-simulator in both cases: compute-sanitizer ends them with an illegal access of its own.
+Look for races in shared memory: two warps access the same bytes, at least one of them writes, and
+no barrier separates the accesses. On a machine with a GPU, NVIDIA's compute-sanitizer watches the
+kernels run on it. On any other machine the PTX simulator runs them. The simulator also finds reads
+of memory that was never written, and of asynchronous copies that no thread waited for. Kernels with
+clusters of thread blocks run in the simulator on every machine: compute-sanitizer ends them with an
+illegal access of its own.
 
-KERNEL is a step, a range of steps, a family or a config, as in sanity_check.py --kernel; by default
-every step at its fixed config, in the simulator its causal one too. An OPTION is one of the problem,
-such as --causal, --kv-heads 2 or --seq 77, or --dtype, as in sanity_check.py; steps that do not take
-the problem are left out unless they are named. PYTHON names the interpreter (default: python3).
+KERNEL is a step, a range of steps, a family or a config, as in sanity_check.py --kernel. The default
+is every step at its fixed config; in the simulator also at its causal config. An OPTION is --dtype or
+an option of the problem, such as --causal, --kv-heads 2 or --seq 77, as in sanity_check.py. Steps
+that do not take the problem are left out unless they are named. PYTHON names the interpreter
+(default: python3).
 
 examples:
   tools/debug/check_race.sh
   tools/debug/check_race.sh 3 7..9
   tools/debug/check_race.sh h24..h30 --causal --heads 4 --kv-heads 2 --seq 77
-  CUDA_VISIBLE_DEVICES= tools/debug/check_race.sh v16     the simulator, although there is a GPU
+  CUDA_VISIBLE_DEVICES= tools/debug/check_race.sh v16     the simulator, even with a GPU
 
 exit status: 0 no race, 1 a race (or, in the simulator, a wrong result), 2 wrong usage
 TEXT
@@ -58,7 +60,7 @@ if [[ -z $sanitizer ]]; then
         "toolkit), or run CUDA_VISIBLE_DEVICES= $0 to use the simulator" >&2
     exit 2
 fi
-# not the sanity check: its reference calls libraries whose kernels the sanitizer cannot follow
+# Not the sanity check: its reference calls libraries whose kernels the sanitizer cannot follow.
 run_kernels=$here/../benchmark/run_kernels.py
 listed=$("$python" "$run_kernels" --list ${kernels:+--kernel "${kernels[@]}"} "$@")
 mapfile -t single < <(awk '$2 == 1 { print $1 }' <<<"$listed")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare a kernel's own Q, K, S, m, l, P, V and O with the right ones."""
+"""Compare a kernel's own Q, K, S, m, l, P, V and O with the reference."""
 
 from __future__ import annotations
 
@@ -46,15 +46,18 @@ REFERENCE_FILE, KERNEL_FILE = "debug_pt.txt", "debug_cuda.txt"
 
 DESCRIPTION = f"""\
 Run one kernel in the simulator, read Q, K, S, m, l, P, V and O of every block of keys from its
-registers, and compare them with blockwise FlashAttention-2 in Python, which has the same order and
-the same roundings. {REFERENCE_FILE} holds the right values and {KERNEL_FILE} the kernel's, line by
-line; the last line of the output names the first quantity, block, warp and row that differs.
-A kernel with a static row stride gets heads of a tensor that has it. Of family hopper the matrices
-are those that wgmma multiplies, and its sums when they retire; from h12 on m is what the exponents
-of a block are taken with, and P, l and O are relative to what it is raised to; S is not yet hidden
-where a query does not see a key. Blocks of keys that a warp leaves out are nan, in both files.
+registers, and compare them with blockwise FlashAttention-2 in Python, in the same order and with
+the same roundings. {REFERENCE_FILE} holds the reference values and {KERNEL_FILE} the kernel's, line
+by line. The last line of the output names the first quantity, block, warp and row that differs.
+
+A kernel with a static row stride gets heads of a tensor with that stride. In family hopper, the
+matrices are the operands of wgmma, and its sums when they retire. From h12 on, m is the maximum
+that the exponents of a block are taken with; P, l and O are relative to the maximum that it is
+raised to. S is not yet masked where a query does not see a key. Blocks of keys that a warp leaves
+out are nan in both files.
+
 --lse compares the LSE as well, with float64. With --device cuda the kernel runs on the GPU, where
-only its outputs can be seen.
+only its outputs can be read.
 """
 
 EXAMPLES = """\
@@ -65,15 +68,15 @@ examples:
     python tools/debug/debug.py h24 --causal --seq 128 --len-k 192
   more queries than keys, grouped heads, another scale:
     python tools/debug/debug.py h20 --seq 200 --len-k 80 --heads 2 --kv-heads 1 --softmax-scale 0.2
-  inputs that one can count on one's fingers, what warp 1 has in the second block of keys:
+  small integers as inputs, and the values of warp 1 in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt
-  a kernel that is being worked on, compiled by hand with nvcc -ptx -lineinfo; its config is that of
-  the file's kernel:
+  a kernel under development, compiled by hand with nvcc -ptx -lineinfo; the config is that of the
+  file's kernel:
     python tools/debug/debug.py --ptx my_kernel.ptx
 
-exit status: 0 all agree within rounding, 1 something differs or the watcher found a fault, 2 wrong
-usage or nothing was run
+exit status: 0 all quantities agree within rounding, 1 a quantity differs or the watcher found a
+fault, 2 wrong usage or nothing was run
 """
 
 
@@ -85,7 +88,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=DTYPE_CHOICES[:-1],
-        help="(default: bf16, or what --kernel or --ptx says)",
+        help="(default: bf16, or the dtype of --kernel or --ptx)",
     )
     add_problem_options(parser)
     distributions = dict.fromkeys(d for o in OPERATIONS.values() for d in o.distributions)
@@ -97,9 +100,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         dest="inputs",
         action="store_const",
         const="countable",
-        help="the same as --inputs countable: small integers known from their position",
+        help="short for --inputs countable: small integers that follow from their position",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
     parser.add_argument(
         "--block", type=int, nargs="+", metavar="J", help="write these blocks of keys (default all)"
     )
@@ -114,12 +117,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--ptx", type=Path, metavar="FILE", help="simulate this PTX instead of the library's"
     )
     parser.add_argument(
-        "--all-faults", action="store_true", help="print every fault, not the first"
+        "--all-faults", action="store_true", help="print every fault, not only the first"
     )
     parser.add_argument(
         "--lints",
         action="store_true",
-        help="print every lint; of a right kernel their number by kind is printed otherwise",
+        help="print every lint, instead of their number by kind, for a kernel that is right too",
     )
     parser.add_argument(
         "--out", type=output_folder, default=ROOT / "debug", metavar="DIR", help="(default: debug/)"
@@ -129,7 +132,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen_config(arguments: argparse.Namespace) -> Config:
     """Return the config that the command line asks for. Raises ValueError if there is none."""
-    from flash_helpers.check.debugging import config_of_ptx  # and torch, no sooner than needed
+    from flash_helpers.check.debugging import config_of_ptx  # imports torch: no sooner than needed
 
     if arguments.step and arguments.kernel:
         raise UsageError("STEP and --kernel CONFIG both name a kernel: give one of the two")
@@ -151,14 +154,17 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
     else:
         raise UsageError("give a STEP, --kernel CONFIG or --ptx FILE")
     if arguments.dtype not in (None, config.dtype.short):
-        raise UsageError(f"--dtype {arguments.dtype} is not that of {config.short_form()}")
+        raise UsageError(
+            f"--dtype {arguments.dtype} is not that of {config.short_form()}: leave --dtype out"
+        )
     if arguments.ptx:
         config = config_of_ptx(arguments.ptx, config)
     return config
 
 
 def chosen_excerpt(arguments: argparse.Namespace, config: Config, problem: Problem) -> Any:
-    """Return the part that is written down: None, for all outputs, without a trace.
+    """Return the part of the trace that is written to the files; None, for all outputs, without a
+    trace.
 
     Raises UsageError for a block or warp that does not exist.
     """
@@ -196,7 +202,7 @@ def compare(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             ptx=arguments.ptx,
         )
-    except SimulatorError as error:  # such as a kernel that does not end
+    except SimulatorError as error:  # for example, a kernel that does not end
         print(error)
         return 1
     head = f"{config.short_form()}, {problem}, inputs {arguments.inputs}, seed {arguments.seed}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plant a mistake in a kernel, and see how it comes to light."""
+"""Plant a mistake in a kernel, and see how the tools find it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Plant a mistake in a kernel's PTX, such as a barrier dropped or a wait off by one, and run it in the
-simulator on a small problem: the watcher names the line of CUDA source, or the check of the output
-fails and the first quantity that is wrong is printed. The PTX is that of the installed package, so
-that neither a GPU nor nvcc is needed; the installed kernels stay as they are.
+Plant a mistake in a kernel's PTX, such as a missing barrier or a wait that is off by one, and run
+the kernel in the simulator on a small problem. Either the watcher names the line of CUDA source, or
+the check of the output fails and the first wrong quantity is printed. The PTX comes from the
+installed package, so that neither a GPU nor nvcc is needed; the installed kernels do not change.
 """
 
 EXAMPLES = """\
 examples:
-  which mistakes there are:
+  list all mistakes:
     python tools/debug/plant_fault.py --list
   step 1 without one of its barriers:
     python tools/debug/plant_fault.py 1 copies of the next V
   all mistakes of step 3, one after the other:
     python tools/debug/plant_fault.py v3
 
-exit status: 0 every mistake was caught, 1 one was not, 2 wrong usage or nothing was run,
+exit status: 0 every mistake was caught, 1 a mistake was not, 2 wrong usage or nothing was run,
 130 interrupted
 """
 
@@ -48,9 +48,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "words",
         nargs="*",
         metavar="WORD",
-        help="only those whose name, as --list prints it, has these words in this order",
+        help="only mistakes whose name, as --list prints it, has these words in this order",
     )
-    parser.add_argument("--list", action="store_true", help="only name the mistakes")
+    parser.add_argument("--list", action="store_true", help="only list the mistakes")
     arguments = parser.parse_args(argv)
     if not arguments.step and not arguments.list:
         parser.error("name a STEP, such as v3, or use --list")
@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def plant(names: Sequence[str]) -> int:
     """Plant each fault, run and print; returns the exit status. Raises KernelsNotRun, OSError,
     PtxError and ValueError."""
-    from flash_helpers.check import planting  # and torch, which --help does not wait for
+    from flash_helpers.check import planting  # imports torch: late, so that --help is fast
 
     find_backend("cpu")
     all_caught, faults = True, all_faults()
@@ -70,7 +70,10 @@ def plant(names: Sequence[str]) -> int:
         print(f"{name}\n{config.short_form()}, {planting.problem_of(config)}")
         print(planting.planted_text(planted, ROOT), flush=True)
         if not planting.is_built_from(ROOT, config):
-            print("the lines are off: the kernel was built from other sources", file=sys.stderr)
+            print(
+                "the line numbers do not match: the kernel was built from other sources",
+                file=sys.stderr,
+            )
         outcome = planting.run_planted(planted)
         print(f"{planting.outcome_text(outcome, ROOT)}\n")
         all_caught &= outcome.is_caught

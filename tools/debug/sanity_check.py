@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from flash_helpers.check.sanity import SanityRequest
 
 DESCRIPTION = """\
-Run each kernel, on a GPU or in the PTX simulator, on outputs full of NaN and compare all of them
-with its operation in float64 on the same inputs. A kernel passes when the largest absolute error of
-each output is at most twice that of plain PyTorch in the same dtype plus half an ulp, and its
-relative (Frobenius) error is at most half the dtype's epsilon, unless its operation has bounds of
-its own; the table's bound column gives both. Below the table stand the reasons of failures, and
-accesses that the simulator finds legal and suspicious (lints), which fail no kernel; those of a
-kernel that passes are counted, and --lints prints them.
+Run each kernel, on a GPU or in the PTX simulator, on outputs full of NaN, and compare all outputs
+with the operation in float64 on the same inputs. A kernel passes if each output meets two bounds.
+The largest absolute error is at most twice the error of plain PyTorch in the same dtype plus half
+an ulp. The relative (Frobenius) error is at most half the dtype's epsilon. An operation may have
+bounds of its own; the table's bound column gives both numbers.
+
+Below the table are the reasons of failures, and lints: accesses that the simulator finds legal but
+suspicious. A lint fails no kernel. Lints of a kernel that passes are counted, and --lints prints
+them.
 """
 
 EXAMPLES = """\
@@ -71,13 +73,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help=problems)
     add_kernel_arguments(
         parser,
-        "the fixed config of every step and its causal one, as far as they take the problem",
+        "the fixed and causal configs of every step, as far as they take the problem",
     )
     parser.add_argument(
         "--device",
         choices=DEVICE_CHOICES,
         default="auto",
-        help="cpu simulates the kernels' PTX (default: auto, a GPU, or cpu where there is none)",
+        help="cpu simulates the kernels' PTX (default: auto, a GPU if there is one, else cpu)",
     )
     parser.add_argument(
         "--keep-going",
@@ -92,14 +94,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="normal",
         help="; ".join(f"{name}: {text}" for name, text in distributions.items()),
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
     parser.add_argument(
-        "--diff", action="store_true", help="errors by row and the first wrong element"
+        "--diff", action="store_true", help="print errors by row and the first wrong element"
     )
     parser.add_argument(
         "--lints",
         action="store_true",
-        help="print every lint; of a right kernel their number by kind is printed otherwise",
+        help="print every lint, instead of their number by kind, for a kernel that passes too",
     )
     parser.add_argument(
         "--json", action="store_true", help="JSON on stdout; the summary goes to stderr"
@@ -108,7 +110,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen_problems(arguments: argparse.Namespace, small: bool) -> dict[str, Problem]:
-    """Return the problem of each operation that the command line asks for; small: with `--small`.
+    """Return the problem of each operation that the command line asks for. small: as with
+    `--small`.
 
     Raises ValueError if a size is not positive.
     """
@@ -119,8 +122,8 @@ def chosen_problems(arguments: argparse.Namespace, small: bool) -> dict[str, Pro
 
 
 def announce(request: SanityRequest, small: Mapping[str, Problem]) -> None:
-    """Say how long the simulator will take, if that is long, and how long with `--small`, if that
-    is less. small: the problems that it stands for."""
+    """Print the simulator's estimated time if it is long, and the time with `--small` if it is
+    shorter. small: the problems of `--small`."""
     from flash_helpers.check.sanity import estimated_seconds
     from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
 
@@ -140,7 +143,7 @@ def announce(request: SanityRequest, small: Mapping[str, Problem]) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Check the kernels and print; returns the exit status. Raises KernelsNotRun and ValueError."""
-    import torch  # which --help does not wait for
+    import torch  # late, so that --help is fast
 
     from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 

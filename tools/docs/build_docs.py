@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what stands between the markers of the pages, and check it."""
+"""Write the text between the markers of the pages, and check it."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ from flash_helpers.registry.selection import UsageError
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = f"""\
-Write what stands between the markers of docs/*.md, README.md and CONTRIBUTING.md: diffs, counts of
-the simulator, tables of the machine code, timings, links. A page without a change is not touched,
-and if one block cannot be made, no page is.
+Write the text between the markers of docs/*.md, README.md and CONTRIBUTING.md: diffs, counts of the
+simulator, tables of the machine code, timings, links. A page without a change is not touched. If
+one block cannot be made, no page is written.
 
-On lines of their own, at the margin, with nothing or what was written before between them:
+Two markers stand on lines of their own, at the margin. The text between them is replaced:
 
   <!-- build:KIND ARGUMENTS -->
   <!-- /build -->
 
 Kinds (N is a step, 9 or v9; KERNEL is a step, 7:large or 16:large, or a short form; a word with
-blanks stands in quotation marks, and there are no escapes):
+blanks is written in quotation marks, and there are no escapes):
 
 {kinds_text()}
 
-Commands stand in ```console blocks, in lines that begin with "$ " (a backslash at the end goes on
-in the next line); the other lines are what they print, and are written anew if the block stands
-between the markers of build:output. --check runs them all by bash with pipefail, {TIME_LIMIT:.0f}
-seconds each at most, a page's one after the other in a copy of the repository that is thrown away,
-with the Python that runs this, and with no GPU. What needs an architecture that the installed
-library was not built for is left out, and told. ```console gpu is not run, and the commands of
-```console exit=1 must end with that status. Blocks of any other language are text.
+Commands are lines of ```console blocks that begin with "$ "; a backslash at the end continues the
+command in the next line. The other lines are the output of the commands, which is written anew if
+the block is between the markers of build:output. --check runs all commands by bash with pipefail
+and without a GPU, {TIME_LIMIT:.0f} seconds each at most. `python` is the tool's own Python. The
+commands of a page run one after the other in a temporary copy of the repository. Blocks and
+commands that need an architecture which the installed library lacks are left out, and a line says
+so. A block ```console gpu is not run, and the commands of ```console exit=1 must end with that
+status. Blocks of any other language are text.
 
-A table that names two kernels shows the change. No two pages need another's files; no command
-needs a network. Answers that a reader opens: <details markdown="1">, an empty line, then Markdown.
+A table that names two kernels shows the change. A page does not need another page's files, and a
+command does not need a network. For an answer that a reader opens, write <details markdown="1">, an
+empty line, then Markdown.
 """
 
 EXAMPLES = """\
@@ -62,27 +64,27 @@ examples:
     python tools/docs/build_docs.py
   one page, without running its commands:
     python tools/docs/build_docs.py docs/08_integer_instructions.md --no-commands
-  is everything up to date, and does every command run? (a diff and exit 1 if not)
+  is every page up to date, and does every command run? (a diff and exit 1 if not)
     python tools/docs/build_docs.py --check
 
-exit status: 0 all is up to date, 1 --check found something stale or a command failed, 2 a marker,
-a page or an argument is wrong, 130 interrupted
+exit status: 0 all pages are up to date, 1 --check found a stale page or a command failed, 2 a
+marker, a page or an argument is wrong, 130 interrupted
 """
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help="(default: all of them)")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help="(default: all pages)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--check",
         action="store_true",
-        help="write nothing, run the commands; print a diff and exit 1 if something is stale",
+        help="write nothing, run the commands; print a diff and exit 1 if a page is stale",
     )
     mode.add_argument("--list", action="store_true", help="print the pages and their blocks")
     parser.add_argument(
-        "--no-commands", action="store_true", help="run no command: output blocks stay as they are"
+        "--no-commands", action="store_true", help="run no command: output blocks stay unchanged"
     )
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
@@ -91,7 +93,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose_pages(root: Path, names: Sequence[str]) -> list[PurePosixPath]:
-    """The pages that are meant. Raises UsageError for one that is not there."""
+    """The named pages, or all pages. Raises UsageError for a page that does not exist."""
     there = all_pages(root)
     if not names:
         return there
@@ -101,13 +103,13 @@ def choose_pages(root: Path, names: Sequence[str]) -> list[PurePosixPath]:
         inside = path.relative_to(root) if path.is_relative_to(root) else Path(name)
         page = PurePosixPath(inside.as_posix())
         if page not in there:
-            raise UsageError(f"{name} is no page: pages are {', '.join(map(str, there))}")
+            raise UsageError(f"{name} is not a page: pages are {', '.join(map(str, there))}")
         chosen.append(page)
     return list(dict.fromkeys(chosen))
 
 
 def list_text(pages: Sequence[SourcePage]) -> str:
-    """Every page, its blocks and its commands, in order."""
+    """Text of all pages with their blocks and commands, in order."""
     lines = []
     for page in pages:
         rows = [(b.line, f"{b.kind} {b.arguments}".strip()) for b in page.blocks]
@@ -122,7 +124,7 @@ def list_text(pages: Sequence[SourcePage]) -> str:
 
 
 def report_stale(built: Sequence[BuiltPage]) -> bool:
-    """Print what differs; True if something does."""
+    """Print the differences; returns whether a page is stale."""
     stale = [page for page in built if page.old != page.new]
     for page in stale:
         print(text_diff(str(page.path), page.old, page.new), end="")
@@ -132,14 +134,15 @@ def report_stale(built: Sequence[BuiltPage]) -> bool:
     ]
     if compilers[1] - compilers[0] and compilers[0]:
         print(
-            f"the pages tell of {', '.join(sorted(compilers[0]))}, and the library was compiled by "
-            f"{', '.join(sorted(compilers[1]))}: build it with that, or build the pages again"
+            f"the pages have figures of {', '.join(sorted(compilers[0]))}, and the library was "
+            f"compiled by {', '.join(sorted(compilers[1]))}: build the library with the compiler "
+            "of the pages, or build the pages again"
         )
     return bool(stale)
 
 
 def check(built: Sequence[BuiltPage], absent: Sequence[PurePosixPath]) -> int:
-    """Print everything that is wrong, and what could not be checked; the exit status."""
+    """Print all faults, and all blocks that could not be checked; returns the exit status."""
     is_wrong = report_stale(built)
     for page in built:
         for path in page.missing:
@@ -160,7 +163,7 @@ def check(built: Sequence[BuiltPage], absent: Sequence[PurePosixPath]) -> int:
 
 
 def write(root: Path, built: Sequence[BuiltPage]) -> int:
-    """Write the pages that changed, unless a command failed; the exit status."""
+    """Write the changed pages, unless a command failed; returns the exit status."""
     failures = [outcome.failure_text(str(page.path)) for page in built for outcome in page.failures]
     if failures:
         print("\n".join([*failures, "nothing was written"]), file=sys.stderr)
@@ -176,7 +179,7 @@ def write(root: Path, built: Sequence[BuiltPage]) -> int:
 
 
 def build(arguments: argparse.Namespace) -> int:
-    """Write, check or list; the exit status. Raises ValueError and OSError."""
+    """Write, check or list; returns the exit status. Raises ValueError and OSError."""
     root = arguments.root.resolve()
     pages = [read_page(root, path) for path in choose_pages(root, arguments.pages)]
     if arguments.list:
@@ -196,6 +199,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # commands run in sessions of their own: a kill must end them as Ctrl-C does
+    # Commands run in sessions of their own: a kill must end them as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

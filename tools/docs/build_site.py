@@ -17,8 +17,8 @@ from flash_helpers.course.site import SiteWarningsError, build_site
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Build the pages of docs/ as a static site: menu, search, and for each step the CUDA, PTX and SASS of
-the installed library, linked line by line. The site needs neither a server nor a network.
+Build the pages of docs/ as a static site with a menu and a search. Each step has the CUDA, PTX and
+SASS of the installed library, linked line by line. The site needs neither a server nor a network.
 """
 
 EXAMPLES = """\
@@ -27,11 +27,11 @@ examples:
     python tools/docs/build_site.py && xdg-open site/index.html
   what continuous integration runs: a link that leads nowhere is an error
     python tools/docs/build_site.py --strict
-  source files are linked where they are hosted, rather than copied into the site:
+  link to source files where they are hosted, instead of copying them into the site:
     python tools/docs/build_site.py --repo-url https://github.com/OWNER/NAME/blob/main
 
-exit status: 0 built, 1 --strict found faults, 2 wrong usage, or something needed is missing, 130
-interrupted; a site that was there stays unless the new one is whole
+exit status: 0 built, 1 --strict found faults, 2 wrong usage or a missing requirement,
+130 interrupted. The old site stays unless the new one is complete.
 """
 
 
@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repo-url",
         metavar="URL",
-        help="where the repository's files can be seen (default: copy those that are linked)",
+        help="address of the repository's files (default: copy linked files into the site)",
     )
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(arguments: argparse.Namespace) -> int:
-    """Build; the exit status. Raises what `build_site` raises."""
+    """Build the site; returns the exit status. Raises the errors of `build_site`."""
     try:
         warnings = build_site(
             arguments.root.resolve(),
@@ -76,7 +76,7 @@ def build(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build; returns the exit status."""
+    """Build the site; returns the exit status."""
     arguments = parse_arguments(argv)
     return run_tool(lambda: build(arguments), RuntimeError, ValueError, OSError)
 

@@ -20,20 +20,20 @@ from flash_helpers.measure.results import RESULTS
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = f"""\
-Draw the staircase of each family that is absent or shows other numbers than {RESULTS} and the
-family's own results hold, as SVG into {FOLDER} (needs matplotlib). All other pictures of the course
-are drawings, committed in docs/images/course.
+Draw the staircase of each family as SVG into {FOLDER}, if it is absent or its numbers differ from
+{RESULTS} and the family's own results (needs matplotlib). All other pictures of the course are
+drawings, committed in docs/images/course.
 """
 
 EXAMPLES = """\
 examples:
   after a new measurement or a new step:
     python tools/docs/draw_pictures.py
-  do all staircases show what was measured? (exit 1 and their names if not)
+  do all staircases agree with the measurements? (exit 1 and their names if not)
     python tools/docs/draw_pictures.py --check
 
-exit status: 0 all is up to date or was drawn, 1 --check found something stale, 2 wrong usage, or
-matplotlib is missing
+exit status: 0 all staircases are up to date or were drawn, 1 --check found a stale staircase,
+2 wrong usage, or matplotlib is missing
 """
 
 
@@ -55,7 +55,7 @@ def update(arguments: argparse.Namespace) -> int:
     for path, numbers in stale.items():
         name = path.relative_to(arguments.root)
         if arguments.check:
-            print(f"{name} is absent or shows other numbers than were measured")
+            print(f"{name} is absent or shows other numbers than the measurements")
         else:
             write_if_different(path, stairs_svg(numbers))
             print(f"{name} written")

@@ -1,1 +1,1 @@
-"""Is a kernel right? Inputs, references, and where the two part."""
+"""Checks of kernels against references: inputs, errors, and the first difference."""

@@ -26,11 +26,11 @@ from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
 
 def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
-    """Return the config of the kernel in a PTX file: the one that was asked for, or the only one
-    that the file holds of the same step and dtype.
+    """Return the config of the kernel in a PTX file: `asked`, or the file's only config of the same
+    step and dtype.
 
-    Raises OSError, PtxError, and ValueError if there is no such kernel, or several, saying how
-    those that are there differ from what was asked for.
+    Raises OSError and PtxError. Raises ValueError if there is no such kernel, or several; its text
+    tells how the file's kernels differ from `asked`.
     """
     there = [config for name in load_ptx(path).kernels if (config := find_config(name))]
     if not there:
@@ -59,7 +59,8 @@ def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
 def fault_summary(
     faults: Sequence[SimulatorError], hint: str = " (--all-faults prints them)"
 ) -> str:
-    """Return the first fault whole, and the number of others by kind. hint: how to see them."""
+    """Return the first fault whole, and the number of others by kind. hint: text on how to print
+    the others."""
     first, *more = faults
     if not more:
         return str(first)
@@ -69,17 +70,17 @@ def fault_summary(
 
 
 def lint_summary(lints: Sequence[str]) -> str:
-    """Return the texts of lints folded into one line: their number by kind, and how to see them."""
+    """Return one line for all lints: their number by kind, and the option that prints them."""
     kinds = Counter(lint.partition(":")[0] for lint in lints)
     counted = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     return f"legal and suspicious (--lints prints them): {counted}"
 
 
-SIMULATOR = "the simulator"  # where a kernel ran
+SIMULATOR = "the simulator"  # names the place where a kernel ran
 
 
 class Compared(Protocol):
-    """A kernel that ran, and the right values beside it."""
+    """A kernel that ran, beside the reference values."""
 
     @property
     def outputs(self) -> Mapping[str, torch.Tensor]:
@@ -99,10 +100,10 @@ class Compared(Protocol):
 
     @property
     def disagreement(self) -> Any:
-        """The first element that is wrong, for people; None if all agree within rounding."""
+        """The first wrong element, as text for a reader; None if all agree within rounding."""
 
     def texts(self, excerpt: Any) -> tuple[str, str]:
-        """Return the right values and the kernel's, line by line."""
+        """Return the reference values and the kernel's, line by line."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,11 @@ def compare_with_reference(
     ptx: str | Path | None = None,
     gpu: Device | None = None,
 ) -> Compared:
-    """Run a config's own kernel on a problem in its dtype, beside the right values.
+    """Run a config's own kernel on a problem in its dtype, and compare it with the reference.
 
-    device: "cpu" simulates ptx, a text or a file, the library's by default, and looks into it;
-    "cuda" runs the library's kernel. gpu: that simulated launches are made for, by default the
-    largest that the family is compiled for.
+    device: "cpu" simulates `ptx` and reads its registers; "cuda" runs the library's kernel.
+    ptx: a text or a file; by default the library's PTX.
+    gpu: target of simulated launches; by default the largest GPU that the family is compiled for.
 
     Raises KernelsNotRun without a GPU; OSError, PtxError; ValueError, with the way out, for a
     problem that the config refuses or whose options cannot be compared.

@@ -1,4 +1,4 @@
-"""Where an output differs from the reference: the worst rows and the first wrong element."""
+"""Differences of an output from the reference: the worst rows and the first wrong element."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WORST_ROWS = 8
 
 @dataclass(frozen=True)
 class RowError:
-    """One row of an output, along its last dimension. place: index along the others. max_abs is
-    NaN if any element is wrongly NaN."""
+    """One row of an output, along its last dimension. place: index along the other dimensions.
+    max_abs: NaN if any element is wrongly NaN."""
 
     place: tuple[int, ...]
     max_abs: float
@@ -25,7 +25,7 @@ class RowError:
 @dataclass(frozen=True)
 class WrongElement:
     """One element that is farther from the reference than the bound. axes: names of the dimensions
-    of its place."""
+    that its place indexes."""
 
     output: str
     axes: tuple[str, ...]
@@ -55,7 +55,7 @@ class OutputDifference:
     first_wrong: WrongElement | None
 
     def text(self) -> str:
-        """Return several lines for a reader."""
+        """Return a table of the worst rows, after lines on the wrong elements."""
         rows = Table(
             [*self.axes[:-1], "max abs error", "wrong elements"],
             [
@@ -79,8 +79,8 @@ def first_wrong(
     bound: float | torch.Tensor,
     axes: tuple[str, ...] | None = None,
 ) -> WrongElement | None:
-    """Return the first element that differs by more than a bound or is not finite; None if there
-    is none. bound: one for all, or one that broadcasts to the elements. axes: names of the
+    """Return the first element that differs by more than the bound or is not finite; None if there
+    is none. bound: one number, or a tensor that broadcasts to the elements. axes: names of the
     dimensions, numbers by default."""
     wrong = (~(absolute_errors(output, expected) <= bound)).nonzero()
     if not len(wrong):
@@ -101,7 +101,7 @@ def output_difference(
     `axes`.
 
     An element is wrong if it differs by more than `max_abs_bound` or is wrongly not finite. The
-    bound is one for all elements, or one that broadcasts to them.
+    bound is one number, or a tensor that broadcasts to the elements.
     """
     error = absolute_errors(output, expected)
     wrong = ~(error <= max_abs_bound)

@@ -1,4 +1,4 @@
-"""How far an output may be from its float64 result, for any operation.
+"""Distance of an output from its float64 result, and its bound, for any operation.
 
 The rule, for an output O of one dtype with unit roundoff u (2^-11 for fp16, 2^-8 for bf16, 2^-24
 for fp32) and the float64 result R on the same inputs, unless the operation has a bound of its own:
@@ -6,7 +6,7 @@ for fp32) and the float64 result R on the same inputs, unless the operation has 
     max |O - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
     ||O - R|| / ||R||    <=  u
 
-`plain` is plain PyTorch, every operation rounded to the dtype.
+`plain` is the result of plain PyTorch, with each operation rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RowErrors:
 
 @dataclass(frozen=True)
 class OutputError:
-    """Distance of an output from the float64 result, or the largest one allowed.
+    """Distance of an output from the float64 result, or the largest allowed distance.
 
     max_abs: largest absolute difference of an element; NaN if any element is wrongly NaN.
-    relative: Frobenius norm of the difference over that of the result; infinite in a bound that
-    does not limit it. rows: the same for each row; None in a bound that is one for all rows.
+    relative: Frobenius norm of the difference over the norm of the result; infinite in a bound that
+    does not limit it. rows: both numbers for each row; None in a bound that all rows share.
     """
 
     max_abs: float
@@ -48,22 +48,23 @@ class OutputError:
 
     @property
     def of_elements(self) -> float | torch.Tensor:
-        """Largest error of an element that a bound allows: of any, or by row, to broadcast."""
+        """Largest error that a bound allows for an element: one number, or one per row, shaped to
+        broadcast."""
         return self.max_abs if self.rows is None else self.rows.max_abs[..., None]
 
     def within(self, bound: OutputError) -> bool:
-        """Whether both errors are finite and no larger than the bound's, in each row if it has one
-        for each."""
-        # every comparison with NaN is false
+        """Whether both errors are finite and within the bound; in each row, if the bound has one
+        per row."""
+        # Comparisons with NaN are false.
         finite = self.max_abs <= bound.max_abs < math.inf and self.relative <= bound.relative
         return finite and self._first_row_over(bound) is None
 
     def _first_row_over(self, bound: OutputError) -> tuple[OutputError, OutputError, str] | None:
-        """Return error, bound and place of the first row that is over a bound of its own."""
+        """Return error, bound and place of the first row that exceeds the row's own bound."""
         if bound.rows is None:
             return None
         if self.rows is None:
-            raise ValueError("the bound is one by row and the error is not: use measure_error")
+            raise ValueError("the bound is by row and the error is not: use measure_error")
         own, limits = self.rows, bound.rows
         over = (~((own.max_abs <= limits.max_abs) & (own.relative <= limits.relative))).nonzero()
         if not len(over):
@@ -72,8 +73,8 @@ class OutputError:
         return own.at(place), limits.at(place), ", ".join(map(str, place))
 
     def excess(self, bound: OutputError) -> str:
-        """Return which error is over the bound, in words, of the first such row if each has its
-        bound; "" if none is."""
+        """Return the errors that exceed the bound, in words; "" if none does. With a bound per row,
+        the errors are those of the first row that exceeds its own."""
         if found := self._first_row_over(bound):
             own, limit, place = found
             return f"row {place}: {own.excess(limit)}"
@@ -89,15 +90,15 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Reference:
-    """The float64 results for some inputs, and how far off a kernel's may be, by output."""
+    """The float64 results for some inputs, and the bounds on a kernel's errors, by output."""
 
     expected: Mapping[str, torch.Tensor]
     bounds: Mapping[str, OutputError]
 
 
 def half_ulps(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return half the distance between neighbours of `dtype` at each value: the largest rounding
-    error of a value of that size. values: float64."""
+    """Return half the distance between neighbouring numbers of `dtype` at each value, the largest
+    rounding error there. values: float64."""
     info = torch.finfo(dtype)
     sizes = values.abs().clamp(min=info.tiny)
     powers = sizes / torch.frexp(sizes).mantissa  # the next power of two above each: exact
@@ -105,7 +106,7 @@ def half_ulps(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """Return what `half_ulps` does, of one value."""
+    """Return `half_ulps` of one value."""
     return half_ulps(torch.tensor(magnitude, dtype=torch.float64), dtype).item()
 
 
@@ -117,8 +118,8 @@ def relative_bound(dtype: torch.dtype) -> float:
 def absolute_errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the absolute difference of each element from the float64 `expected`.
 
-    An infinity or a NaN that is expected has error 0; elsewhere its error is not finite, as is that
-    of a finite value in its place.
+    An expected infinity or NaN has error 0. An unexpected one has an error that is not finite, and
+    so has a finite value in place of an expected one.
     """
     got = output.double()
     same = (got == expected) | (got.isnan() & expected.isnan())
@@ -144,5 +145,5 @@ def measure_error(output: torch.Tensor, expected: torch.Tensor) -> OutputError:
 
 
 def _shares(errors: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Return errors over norms; 0 where nothing is wrong, also of a result that is 0."""
+    """Return errors over norms; 0 where the error is 0, even if the norm is 0."""
     return (errors / norms).masked_fill_(errors == 0, 0.0)

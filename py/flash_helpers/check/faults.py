@@ -1,6 +1,6 @@
-"""Mistakes planted in a kernel: an edit of its PTX, and how it must come to light.
+"""Mistakes planted in a kernel: each is an edit of its PTX, and the way in which it must be found.
 
-Each operation lists its own (`faults` in its folder); `check.planting` plants them.
+Each operation lists its own faults (`faults` in its folder); `check.planting` plants them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ Edit = Callable[[str], str]
 
 
 class NotPlantedError(ValueError):
-    """The PTX has nothing that the fault could be made of."""
+    """The PTX has no instruction that the fault can edit."""
 
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 
 
 def drop(line: str) -> str:
-    """Leaves the instruction out."""
+    """Leave the instruction out."""
     return ""
 
 
 def swap(pattern: str, replacement: str) -> Edit:
-    """Replaces what must be there; raises NotPlantedError where it is not."""
+    """Return an edit that replaces a pattern; it raises NotPlantedError if the pattern is
+    absent."""
 
     def edit(line: str) -> str:
         changed = re.sub(pattern, replacement, line)
@@ -42,7 +43,7 @@ def swap(pattern: str, replacement: str) -> Edit:
 
 
 def of_warp(warp: int, edit: Edit) -> Edit:
-    """The edit, for one warp only."""
+    """Return an edit that applies `edit` to one warp only."""
 
     def both(line: str) -> str:
         return f"""{{
@@ -59,7 +60,7 @@ setp.eq.u32 %fault, %warp, {warp};
 
 
 def other_chunk(line: str) -> str:
-    """Reads the neighbouring 16 bytes of shared memory."""
+    """Read the neighbouring 16 bytes of shared memory instead."""
     changed = swap(r"\[(%r\d+)(\+\d+)?\]", r"[%fault\2]")(line)
     address = re.search(r"\[(%r\d+)", line)
     assert address is not None
@@ -67,7 +68,7 @@ def other_chunk(line: str) -> str:
 
 
 def leave(line: str) -> str:
-    """Ends the last warp, once the thread index is known."""
+    """End the last warp, once the thread index is known."""
     register = re.search(r"(%r\d+),", line)
     assert register is not None
     return f"{line}\n{{ .reg .pred %fault; setp.gt.u32 %fault, {register[1]}, 95;\n@%fault ret;\n}}"
@@ -75,15 +76,17 @@ def leave(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of a step's kernel, and how it comes to light.
+    """An edit of a step's kernel, and the way in which it is found.
 
-    step: its id. instruction: regular expression of the PTX lines; of those in `phase`, the ones of
-    the slice `which` (None for all) are edited, in the order in which they are executed. options:
-    those that the config fixes, such as a mask, for a config that is no step's fixed one.
-    Either the watcher raises `error`, at an instruction that comes from a line of CUDA source
-    holding `source`; or the output is wrong, and the first wrong quantity is `quantity`, in the
-    turn-th block of keys that the kernel takes. warp, rows: where, if that is checked; rows
-    of the output, or of the block of keys for K.
+    step: id. instruction: regular expression of the PTX lines to edit. phase: only lines of this
+    phase are edited. which: slice of these lines, in the order of their execution; None takes all.
+    options: fixed by the config, such as a mask, for a config that is not its step's fixed one.
+
+    A fault is found in one of two ways. Either the watcher raises `error`, at an instruction of a
+    line of CUDA source that contains `source`. Or the output is wrong, and the first wrong quantity
+    is `quantity`, in the turn-th block of keys that the kernel takes.
+    warp, rows: place of the first wrong value, if it is checked. Rows are of the output, or for K
+    of the block of keys.
     """
 
     step: str
@@ -102,7 +105,7 @@ class Fault:
 
     @property
     def config(self) -> Config:
-        """The step's config in the progression, or its variant of these options."""
+        """The step's config in the progression, or its variant with these options."""
         step = STEPS[self.step]
         fixed = FAMILIES[step.family].fixed_config(step, self.dtype)
         variants = [
@@ -114,7 +117,7 @@ class Fault:
 
 
 def nth(n: int) -> slice:
-    """One match only; negative numbers count from the end."""
+    """Slice of one match only; negative numbers count from the end."""
     return slice(n, n + 1 or None)
 
 
@@ -127,13 +130,13 @@ def all_faults() -> dict[str, Fault]:
 
 
 def chosen_faults(step: str | None, words: Sequence[str]) -> list[str]:
-    """Return the names of the faults of a step, a range, a family or all, that have the words in
-    this order. Raises UsageError if there are none."""
+    """Return the names of the faults of a step, a range, a family or all steps, if they contain the
+    words in this order. Raises UsageError without a match."""
     steps = [found.id for found in parse_steps([step])] if step else None
     own = [name for name, fault in all_faults().items() if steps is None or fault.step in steps]
     text = " ".join(words).lower()
     chosen = [name for name in own if text in name.lower()]
     if not chosen:
         listed = "".join(f"\n  {name}" for name in own)
-        raise UsageError(f"no mistake of {step} has {text!r} in its name; there are{listed}")
+        raise UsageError(f"no mistake of {step} has {text!r} in its name; its mistakes are{listed}")
     return chosen

@@ -6,7 +6,7 @@ import torch
 
 
 def with_mantissa_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return x rounded to so many bits behind the leading one, where its type has more."""
+    """Return x rounded to `bits` bits behind the leading one, if its type has more."""
     if 2.0**-bits <= torch.finfo(x.dtype).eps:
         return x
     mantissa, exponent = torch.frexp(x.float())  # mantissas from 1/2 on

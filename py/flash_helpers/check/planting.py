@@ -1,4 +1,4 @@
-"""Plants a fault in a kernel's PTX, runs the kernel in the simulator, and tells how that went."""
+"""Runs of kernels with a fault planted in their PTX, in the simulator, and their outcomes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ _LINE = re.compile(r"([\w/.]+\.cuh):(\d+)")
 
 
 def problem_of(config: Config) -> Problem:
-    """Return the problem that the faults of a config show on."""
+    """Return the problem on which the faults of a config show."""
     return _part(config).problem_of(config)
 
 
 def inputs_of(config: Config) -> dict[str, torch.Tensor]:
-    """Return the inputs of that problem, by name."""
+    """Return the inputs of `problem_of` the config, by name."""
     inputs = config.family.operation.part("inputs")
     return inputs.draw(_part(config).distribution_of(config), problem_of(config))
 
 
 def reference_of(config: Config) -> Reference:
-    """Return the float64 results on them, and how far off a kernel may be."""
+    """Return the float64 results for `inputs_of` the config, and the bounds on a kernel's
+    errors."""
     reference = config.family.operation.part("reference")
     return reference.reference(problem_of(config), inputs_of(config))
 
@@ -50,13 +51,13 @@ def _part(config: Config) -> ModuleType:
 
 @functools.cache
 def kernel_of(config: Config) -> Kernel:
-    """Return the kernel as it is shipped."""
+    """Return the kernel of the library's PTX, without a fault."""
     return load_kernel(config, ptx_path(config))
 
 
 @dataclass(frozen=True)
 class Planted:
-    """PTX with a fault in it. edits: each instruction, its line before, and the one there now."""
+    """PTX with a fault in it. edits: for each edited instruction, the old line and the new one."""
 
     fault: Fault
     ptx: str
@@ -71,8 +72,8 @@ class Planted:
 def plant(fault: Fault) -> Planted:
     """Return the kernel's PTX with the fault in it.
 
-    Raises NotPlantedError if there is nowhere to put it, and OSError, RuntimeError or PtxError if
-    the PTX cannot be read.
+    Raises NotPlantedError if the PTX has no place for the fault, and OSError, RuntimeError or
+    PtxError if the PTX cannot be read.
     """
     lines = ptx_path(fault.config).read_text().split("\n")
     program = kernel_of(fault.config).program
@@ -105,7 +106,7 @@ class Outcome:
 
     @property
     def is_caught(self) -> bool:
-        """Whether the watcher or the check of the outputs says that something is wrong."""
+        """Whether the watcher or the check of the outputs found an error."""
         within = (error.within(self.bounds[name]) for name, error in self.errors.items())
         return bool(self.found.faults) or not all(within)
 
@@ -130,7 +131,7 @@ def run_planted(planted: Planted) -> Outcome:
 
 
 def source_lines(text: str, root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of CUDA source that a text names: where, and the line.
+    """Yield each line of CUDA source that a text names: its place, and the line.
 
     root: of the repository.
     """
@@ -140,7 +141,7 @@ def source_lines(text: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_built_from(root: Path, config: Config) -> bool:
-    """Return whether the shipped PTX names the right lines: its barriers stand where it says."""
+    """Return whether the shipped PTX names the right lines, judging by its barriers."""
     barriers = [i for i in kernel_of(config).program.instructions if i.opcode == "bar.sync"]
     return all(
         any("__syncthreads()" in line for _, line in source_lines(str(i.location), root))
@@ -149,7 +150,7 @@ def is_built_from(root: Path, config: Config) -> bool:
 
 
 def planted_text(planted: Planted, root: Path) -> str:
-    """The edit: the first of the instructions, before and after, and where it comes from."""
+    """Text of the edit: the first edited instruction, before and after, and its CUDA source."""
     instruction, before, after = planted.edits[0]
     where = f"PTX line {instruction.line}, in the {planted.fault.phase.value}"
     more = f", and {len(planted.edits) - 1} more like it" if len(planted.edits) > 1 else ""
@@ -158,7 +159,7 @@ def planted_text(planted: Planted, root: Path) -> str:
 
 
 def outcome_text(outcome: Outcome, root: Path) -> str:
-    """Report of the simulator and of the check, with the lines of CUDA source."""
+    """Text of the simulator's and the check's reports, with the lines of CUDA source."""
     found = outcome.found
     several = len(outcome.errors) > 1
     errors = "; ".join(

@@ -26,14 +26,15 @@ from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.tensors import torch_dtype
 
 SKIPPED_TOLD = 3
-"""Configs left out that are told one by one."""
+"""Most left-out configs that are named one by one."""
 
 
 @dataclass(frozen=True)
 class SanityRequest:
-    """The configs to check, on which inputs, and whether errors are told row by row.
+    """The configs to check, their inputs, and whether errors are reported row by row.
 
-    skipped: why configs are not run whose step has another one that is. problems: by operation.
+    skipped: reasons why configs are left out although their step has another config that runs.
+    problems: by operation.
     """
 
     configs: tuple[Config, ...]
@@ -53,8 +54,8 @@ class SanityRequest:
 class OutputCheck:
     """One output of a kernel beside float64.
 
-    error: None if the kernel could not be run. reason: why it is wrong; empty if it is within the
-    bound or unknown.
+    error: None if the kernel could not be run. reason: why the output is wrong; empty if its error
+    is within the bound or unknown.
     """
 
     name: str
@@ -105,7 +106,7 @@ def _own_problem(config: Config, problems: Mapping[str, Problem]) -> Problem:
 
 
 def _with_masks(configs: Sequence[Config]) -> list[Config]:
-    """Return the configs, each with its variants that fix an option, such as a mask."""
+    """Return the configs and their variants that fix an option, such as a mask."""
     found: dict[Config, None] = {}
     for config in configs:
         found[config] = None
@@ -122,18 +123,18 @@ def make_request(
     seed: int = 0,
     diff: bool = False,
 ) -> SanityRequest:
-    """Choose the configs to check: by default, those of the progression that are built and their
+    """Choose the configs to check: by default, the built configs of the progression and their
     causal variants, as far as they take the problem.
 
-    problems: by operation. Raises UsageError if a selector names nothing that is built, if no
-    config of a chosen step takes the problem, and if none at all does.
+    problems: by operation. Raises UsageError if a selector names no built config, if no config of a
+    chosen step takes the problem, and if no config at all does.
     """
     progression = get_kernel_progression_configs()
     chosen = select_kernels(backend.kernels, selectors, dtypes, default=_with_masks(progression))
     operations = {c: c.family.operation for c in chosen}
     chosen = [c for c in chosen if distribution in operations[c].distributions]
     if not chosen:
-        raise UsageError(f"inputs {distribution!r} are of another operation: choose others")
+        raise UsageError(f"inputs {distribution!r} belong to another operation: choose others")
     refusals = {c: c.refusal(_own_problem(c, problems)) for c in chosen}
     run = {c.step for c in chosen if not refusals[c]}
     may_be_left_out = run if selectors or not run else {c.step for c in chosen}
@@ -205,7 +206,7 @@ def _check_kernel(
             _check_output(tensor, output, reference, request.diff)
             for tensor, output in zip(problem.outputs, outputs, strict=True)
         )
-    except Exception as error:  # whatever stops one kernel must not stop the others
+    except Exception as error:  # an error of one kernel must not stop the others
         checks = tuple(
             OutputCheck(tensor.name, None, reference.bounds[tensor.name], "", None)
             for tensor in problem.outputs
@@ -215,14 +216,14 @@ def _check_kernel(
 
 
 def _error_texts(error: OutputError | None) -> list[str]:
-    """Return both errors for a table."""
+    """Return the texts of both errors for a table."""
     if error is None:
         return [DASH, DASH]
     return [f"{error.max_abs:.2e}", f"{error.relative:.2e}"]
 
 
 def estimated_seconds(request: SanityRequest) -> float:
-    """Return about how long the simulator takes for a request."""
+    """Return the simulator's estimated time for a request, in seconds."""
     return sum(
         config.family.operation.simulated_seconds(request.problem_of(config))
         for config in request.configs
@@ -230,14 +231,14 @@ def estimated_seconds(request: SanityRequest) -> float:
 
 
 def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCheck]:
-    """Run each config of the request on outputs full of NaN and compare all with float64.
+    """Run each config of the request on outputs full of NaN and compare all outputs with float64.
 
-    Yields one KernelCheck per config, in order. A config that raises fails, with the text as
-    fault.
+    Yields one KernelCheck per config, in order. A config that raises fails, with the error's text
+    as its fault.
     """
     inputs: dict[Problem, dict[str, torch.Tensor]] = {}
     references: dict[Problem, Reference] = {}
-    # all references first: a kernel that breaks the CUDA context would take them along
+    # All references first: a kernel that breaks the CUDA context would make them impossible.
     for config in request.configs:
         problem = request.problem_of(config)
         if problem not in inputs:
@@ -253,7 +254,7 @@ def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCh
 
 @dataclass(frozen=True)
 class SanityReport:
-    """All verdicts of one request, for people and for machines."""
+    """All verdicts of one request, as text and as JSON."""
 
     request: SanityRequest
     device: str
@@ -261,12 +262,12 @@ class SanityReport:
 
     @property
     def n_passed(self) -> int:
-        """Kernels that passed."""
+        """Number of kernels that passed."""
         return sum(check.passed for check in self.checks)
 
     @property
     def n_failed(self) -> int:
-        """Kernels that failed."""
+        """Number of kernels that failed."""
         return len(self.checks) - self.n_passed
 
     @property
@@ -276,13 +277,13 @@ class SanityReport:
 
     @property
     def summary(self) -> str:
-        """The last line."""
+        """Last line of the report."""
         return f"{self.n_passed} passed, {self.n_failed} failed"
 
     def table(self) -> str:
         """Return a table of one line per config and output; outputs are named if there are several.
 
-        The verdict of a line is that of its output; a fault in the kernel fails all of them.
+        The verdict of a line is that of its output; a fault in the kernel fails all its outputs.
         """
         several = any(len(check.outputs) > 1 for check in self.checks)
         columns = ["step", "idea", "config", "dtype", *(["output"] if several else [])]
@@ -306,7 +307,7 @@ class SanityReport:
     def notes(self, all_lints: bool = False) -> list[str]:
         """Return fallbacks, kernels left out, reasons of failures, and lints.
 
-        all_lints: the lints of a kernel that passed whole too, instead of their number by kind.
+        all_lints: print each lint of a kernel that passed, instead of their number by kind.
         """
         request = self.request
         notes = [
@@ -333,7 +334,7 @@ class SanityReport:
         return notes
 
     def text(self, all_lints: bool = False) -> str:
-        """Return all of it for a reader; the last line is the summary. all_lints: see `notes`."""
+        """Return the report as text; the last line is the summary. all_lints: see `notes`."""
         request = self.request
         parts = [
             *(f"{problem.operation}: {problem}" for problem in request.problems.values()),
@@ -350,7 +351,7 @@ class SanityReport:
         return "\n".join([*parts, self.summary])
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it for a machine."""
+        """Return the report as a JSON document."""
         request = self.request
         return {
             "device": self.device,

@@ -1,4 +1,4 @@
-"""Tensors that a config is run on."""
+"""Tensors on which a config is run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def tensors_for(
 ) -> dict[str, torch.Tensor]:
     """Return a problem's inputs and outputs, in the order of `Problem.axes`, on the CPU.
 
-    They have strides for which the config itself is launched and none that takes over, or the
-    strides given; outputs are full of `unwritten`.
+    Their strides are the given ones, or by default strides for which the config itself is launched.
+    Outputs are full of `unwritten`.
     """
     strides = strides or config.own_strides(problem)
     found = {}

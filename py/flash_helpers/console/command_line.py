@@ -16,7 +16,7 @@ from flash_helpers.console.files import text_diff, write_if_different
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells of wrong usage in one line, without the list of all options."""
+    """A parser that reports wrong usage in one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         """Write the message to stderr; exit with 2."""
@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
 def make_parser(
     description: str, examples: str, prog: str | None = None
 ) -> argparse.ArgumentParser:
-    """A parser whose --help shows both texts as they are, the examples last.
+    """Return a parser whose --help shows both texts unwrapped, the examples last.
 
-    prog: the tool's name, if it is not that of the file that runs.
+    prog: the tool's name, if it differs from the name of the running file.
     """
     return Parser(
         prog=prog,
@@ -87,7 +87,7 @@ def positive_seconds(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A file to be written once the work is done: its folder is there."""
+    """A file to write once the work is done; its folder exists."""
     path = Path(text)
     _require_parent(path)
     if path.is_dir():
@@ -96,7 +96,7 @@ def output_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder to be written into, which is made if only it is missing."""
+    """A folder to write into; it may be absent, but its parent exists."""
     path = Path(text)
     _require_parent(path)
     if path.exists() and not path.is_dir():
@@ -105,7 +105,7 @@ def output_folder(text: str) -> Path:
 
 
 def _require_parent(path: Path) -> None:
-    """Raise what argparse tells of, unless the folder that a path lies in is there."""
+    """Raise ArgumentTypeError unless the folder of a path exists."""
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
             f"{path} cannot be written, there is no folder {path.parent}: make it with "
@@ -121,9 +121,9 @@ def run_tool(
 ) -> int:
     """Run a tool's work and return its exit status: what the work returns, or 0 for None.
 
-    It is 2 after one of `errors`, those that wrong usage or bad input raises, and 130 after Ctrl-C;
-    stderr then has a line, the error or `interrupted`; it has one of each warning, too. Raises any
-    other exception of the work.
+    The status is 2 after one of `errors`, which wrong usage or bad input raises, and 130 after
+    Ctrl-C. stderr then has a line with the error or with `interrupted`. Each warning has a line on
+    stderr, too. Raises any other exception of the work.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see quiet_start
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,10 +147,10 @@ def _print_warning(message: Warning | str, *_: object) -> None:
 
 
 def typed_command(tool: str, argv: Sequence[str] | None) -> str:
-    """The command as a shell takes it, for the provenance. argv: None stands for the process's.
+    """The command as typed in a shell, for the provenance. argv: None takes the process's own.
 
-    Of an absolute path only the file's name is kept: the folders of the machine that measured mean
-    nothing to who reads the file.
+    An absolute path is reduced to the file's name, since the folders of the measuring machine mean
+    nothing to a reader of the file.
     """
     return shlex.join([tool, *map(_without_folders, sys.argv[1:] if argv is None else argv)])
 
@@ -161,19 +161,19 @@ def _without_folders(argument: str) -> str:
 
 
 def print_text(text: str) -> None:
-    """Write to stdout, until whoever reads it has seen enough, such as `head`."""
+    """Write to stdout, until the reader closes it, as `head` does."""
     print_texts([text])
 
 
 def print_texts(texts: Iterable[str]) -> None:
-    """Write one after the other as `print_text` does: after a text that nobody reads to its end, no
-    other is asked for."""
+    """Write texts one after the other, as `print_text` does. Once the reader has closed stdout, no
+    further text is made."""
     try:
         for text in texts:
             sys.stdout.write(text)
             sys.stdout.flush()
     except BrokenPipeError:
-        # what is left in the buffer would be tried once more at exit
+        # Python would write the rest of the buffer at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,7 +1,7 @@
-"""The kind of a user's file, told to those who named it where another is wanted. Standard library
+"""Kind of a user's file, for the error message when a tool wants another kind. Standard library
 only.
 
-A file is known by its content: names lie.
+The kind follows from the content, not from the file's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PACKED = {
 
 
 class FileKind(Enum):
-    """Kinds of files that tools read, or are given instead. The value: in words."""
+    """Kinds of files that tools read or may be given by mistake. The value is the kind in words."""
 
     CUBIN = "a cubin"
     ELF = "an object file, library or program"
@@ -47,7 +47,7 @@ class FileKind(Enum):
 
 _MACHINE_CODE = (FileKind.CUBIN, FileKind.ELF, FileKind.FATBIN, FileKind.ARCHIVE)
 
-# what tells a text: the first that occurs
+# Marks of text files; the first that occurs tells the kind.
 _TEXTS = {
     FileKind.SASS: re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s", re.MULTILINE),
     FileKind.PTX: re.compile(r"^\s*\.version\s+\d+\.\d+", re.MULTILINE),
@@ -57,7 +57,7 @@ _TEXTS = {
 
 
 def elf_machine(data: bytes) -> int | None:
-    """e_machine of an ELF file's first bytes; None if they are not those of an ELF file."""
+    """The field e_machine in an ELF file's first bytes; None for other files."""
     if len(data) < ELF_HEADER_BYTES or not data.startswith(ELF_MAGIC):
         return None
     return int.from_bytes(data[18:20], "little")
@@ -79,12 +79,12 @@ def kind_of(data: bytes) -> FileKind | None:
     return next((kind for kind, mark in _TEXTS.items() if mark.search(text)), None)
 
 
-# by what is wanted, what there is instead: what helps
+# The way out, by the kind that is wanted and the kind of the file.
 _COMPILE_PTX = "compile it with ptxas -arch=sm_90 {file} -o out.cubin"
 _REPORT = dict.fromkeys(_MACHINE_CODE, "use python tools/analysis/sass_report.py {file}")
 _WAYS_OUT = {
     FileKind.PTX: {
-        # these may hold PTX to be compiled later
+        # These kinds may hold PTX for later compilation.
         **dict.fromkeys(
             _MACHINE_CODE, "use python tools/build/get_embedded_ptx_from_cubin.py {file}"
         ),
@@ -114,11 +114,12 @@ _USUAL_WAYS_OUT = {
 
 
 def mistaken(file: Path | str, data: bytes, wanted: FileKind) -> str | None:
-    """That a file is something else, and what to do with that: "k.ptx is a cubin, not PTX: use …".
+    """Message that a file is of another kind, with the way out: "k.ptx is a cubin, not PTX: use …".
 
-    file: as it was typed. wanted: PTX, SASS, LOG, or CUBIN for all that may hold machine code.
+    file: as it was typed. wanted: PTX, SASS, LOG, or CUBIN for all kinds that may hold machine
+    code. data: the file's content.
 
-    Returns None for a file that is what is wanted, or whose kind is not known.
+    Returns None for a file of the wanted kind, or of an unknown kind.
     """
     kind = kind_of(data)
     if kind in (None, wanted) or (wanted is FileKind.CUBIN and kind.has_machine_code):

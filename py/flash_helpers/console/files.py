@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def text_diff(name: str, old: str, new: str) -> str:
-    """Unified diff from a generated file's text to what it should be; "" if it is that."""
+    """Unified diff from a generated file's text to the text that it should have; "" if equal."""
     before, after = (text.splitlines(keepends=True) for text in (old, new))
     return "".join(difflib.unified_diff(before, after, name, f"{name} (generated)"))
 
 
 def write_if_different(path: Path, text: str) -> bool:
-    """Write `text` to `path` unless it holds it already; a reader never sees half a file.
+    """Write `text` to `path` unless the file holds it already; a reader never sees half a file.
 
     Returns whether the file was written. Creates the folder. Raises OSError, which names `path`.
     """
@@ -34,6 +34,6 @@ def write_if_different(path: Path, text: str) -> bool:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        # not the temporary file, of which nobody knows
+        # Not the temporary file, whose name means nothing to a user.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     return True

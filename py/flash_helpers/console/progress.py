@@ -1,4 +1,4 @@
-"""Progress bars on stderr, if that is a terminal; elsewhere nothing is written."""
+"""Progress bars on stderr, if it is a terminal; otherwise nothing is written."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-# (done, total)
+# Called as (done, total).
 Progress = Callable[[int, int], None]
 
 
 def bar(steps: Iterable[T] | None = None, **options: Any) -> tqdm[T]:
-    """A bar around steps, or one to be moved on by hand. options: of tqdm, such as desc and
+    """Return a bar around steps, or a bar to advance by hand. options: of tqdm, such as desc and
     unit."""
     return tqdm(steps, disable=None, **options)
 
 
 @contextmanager
 def progress_bar(description: str, unit: str = "kernel") -> Iterator[Progress]:
-    """A bar that is told how far the work is, and is gone after it."""
+    """Show a bar during the work. Yields a function that sets the bar to (done, total)."""
     with bar(desc=description, unit=unit, leave=False) as shown:
 
         def advance(done: int, total: int) -> None:

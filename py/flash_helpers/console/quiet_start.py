@@ -1,8 +1,8 @@
-"""Imported first by a tool that is run.
+"""Settings of a tool's process, imported before everything else.
 
-Until `command_line.run_tool` takes over, which is after the imports of a second or more, Ctrl-C
-ends the process without a traceback. Garbage is sought in each 50,000 new objects instead of in
-700: a tool makes records by the million, hardly one of them in a cycle.
+Ctrl-C ends the process without a traceback until `command_line.run_tool` takes over, which is after
+a second or more of imports. Python collects garbage after 50,000 new objects instead of 700, since
+a tool makes millions of records and hardly any is part of a cycle.
 """
 
 import gc

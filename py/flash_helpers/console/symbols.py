@@ -1,15 +1,15 @@
-"""Symbols of object files as their authors wrote them."""
+"""C++ names of symbols in object files."""
 
 from __future__ import annotations
 
 import functools
 
 
-@functools.lru_cache(maxsize=1 << 14)  # a library may have a hundred thousand, each a kilobyte
+@functools.lru_cache(maxsize=1 << 14)  # a library may have 100,000 symbols of a kilobyte each
 def demangled(symbol: str) -> str:
-    """The name in C++ of a symbol, with its arguments; of anything else, the symbol.
+    """The C++ name of a symbol, with the types of its arguments; for any other text the text.
 
-    cxxfilt asks the C++ runtime, which PyTorch brings or needs, for its own reading of a name.
+    cxxfilt asks the C++ runtime, which PyTorch brings or needs.
     """
     import cxxfilt
 

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 from tabulate import tabulate
 
-DASH = "-"  # where there is no number
+DASH = "-"  # in place of a missing number
 
-# what Markdown takes for its own; an underscore within a word is none
+# Characters with a meaning in Markdown; an underscore within a word has none.
 _ACTIVE = re.compile(r"[\\`*<>&\[\]#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 _ALIGNMENT = {"l": "left", "r": "right"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown. align: l or r for each column; those that are missing are r."""
+    """A table of texts. align: l or r for each column; columns beyond its end are r."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -33,7 +33,7 @@ class Table:
         return self.align.ljust(len(self.header), "r")
 
     def text(self, **options: Any) -> str:
-        """For a terminal, below its title if it has one. options: of tabulate, such as
+        """Text for a terminal, below the title if there is one. options: of tabulate, such as
         maxcolwidths."""
         table = tabulate(
             self.rows,
@@ -45,8 +45,8 @@ class Table:
         return f"{self.title}\n{table}" if self.title else table
 
     def markdown(self, plain: bool = False) -> str:
-        """For a page, below its title in bold if it has one. plain: cells and title are no
-        Markdown, such as names from files."""
+        """Markdown for a page, below the title in bold if there is one. plain: cells and title are
+        plain text instead of Markdown, such as names from files."""
         marks = [":--" if letter == "l" else "--:" for letter in self._letters]
         shown = escaped_markdown if plain else str
         cells = ([_markdown_cell(shown(cell)) for cell in row] for row in self.rows)
@@ -60,29 +60,29 @@ def _markdown_cell(text: str) -> str:
 
 
 def escaped_markdown(text: str) -> str:
-    """Markdown that reads as a text does."""
+    """Markdown that shows a plain text."""
     return _ACTIVE.sub(r"\\\g<0>", text)
 
 
 def code_span(text: str) -> str:
-    """A line of code in Markdown, whatever stands in it."""
+    """Markdown of a code span with any text."""
     marks = _more_backticks(text, 1)
     return f"{marks}{text}{marks}" if marks == "`" else f"{marks} {text} {marks}"
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of Markdown that shows a text as it is, whatever stands in it."""
+    """Markdown of a fenced code block with any text."""
     fence = _more_backticks(text, 3)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _more_backticks(text: str, least: int) -> str:
-    """More than stand side by side in a text."""
+    """Backticks: at least `least`, and more than a text has side by side."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows below a header; None is an empty cell."""
+    """CSV of rows below a header; None is an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
@@ -91,33 +91,33 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def records_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """A row a record, of which there is one at least; all have the first one's keys."""
+    """CSV of one row per record; there is at least one, and all have the first record's keys."""
     return csv_text(list(records[0]), (list(record.values()) for record in records))
 
 
 def json_text(document: Any) -> str:
-    """JSON to be read by people too; numbers that are not finite become null."""
+    """Indented JSON; numbers that are not finite become null."""
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
 def known(value: object) -> str:
-    """As text; "unknown" for None."""
+    """Text of a value; "unknown" for None."""
     return "unknown" if value is None else str(value)
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """With commas between thousands; a dash where there is none."""
+    """Text of a number with commas between thousands; a dash for None."""
     return DASH if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None, digits: int = 1, signed: bool = False) -> str:
-    """A share in percent; a dash where there is none."""
+    """Text of a share in percent; a dash for None."""
     return DASH if value is None else f"{100 * value:{'+' if signed else ''}.{digits}f}%"
 
 
 def change(before: float | None, after: float | None, digits: int = 0) -> str:
-    """The difference with its sign; "=" if there is none to be seen, "" if one of the two is
-    missing."""
+    """Text of a difference with its sign; "=" if it rounds to zero, "" if one of the two numbers is
+    None."""
     if before is None or after is None:
         return ""
     text = f"{after - before:+,.{digits}f}"

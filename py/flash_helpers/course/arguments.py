@@ -21,9 +21,9 @@ from flash_helpers.registry.ampere import AMPERE, LARGE_TILE_FROM
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
 
-DTYPE = Element.BF16  # of all kernels that the pages show, unless a short form says otherwise
+DTYPE = Element.BF16  # of all kernels on the pages, unless a short form says otherwise
 ARCHITECTURES = tuple(f"sm_{capability}" for capability in LIMITS)
-DEFAULT_ARCHITECTURE = "sm_90"  # that of the committed measurements
+DEFAULT_ARCHITECTURE = "sm_90"  # of the committed measurements
 KERNEL_NAMES = (
     f"a step (9 or v9), which means its fixed config in {DTYPE.short}; "
     f"{LARGE_TILE_FROM}:large, of any step of {AMPERE.name} from there on, the large tile; or the "
@@ -33,8 +33,11 @@ KERNEL_NAMES = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """words: in order. options: what was written as NAME=VALUE. page: that they stand on, relative
-    to the root of the repository. said: footnotes of the blocks before it on that page."""
+    """Arguments of one block.
+
+    words: in order. options: value by name, written as NAME=VALUE. page: the block's page, relative
+    to the root of the repository. said: footnotes of the blocks before it on that page.
+    """
 
     words: tuple[str, ...]
     options: Mapping[str, str]
@@ -42,38 +45,39 @@ class Arguments:
     said: set[str] = field(default_factory=set)
 
     def once(self, footnote: str) -> list[str]:
-        """A paragraph with the footnote, unless the page has it already."""
+        """Return a paragraph with the footnote; none if the page has it already."""
         if footnote in self.said:
             return []
         self.said.add(footnote)
         return [footnote]
 
     def number(self, name: str, default: int) -> int:
-        """The option as a number from 1. Raises UsageError for anything else."""
+        """The option as a whole number of at least 1. Raises UsageError for any other value."""
         text = self.options.get(name, str(default))
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"{name}={text} is no number from 1 on")
         return int(text)
 
     def choice(self, name: str, accepted: Collection[str], default: str) -> str:
-        """The option as one of the accepted values. Raises UsageError for anything else."""
+        """The option as one of the accepted values. Raises UsageError for any other value."""
         text = self.options.get(name, default)
         if text not in accepted:
             raise UsageError(f"{name}={text} is not one of {', '.join(accepted)}")
         return text
 
     def architecture(self) -> str:
-        """The option `arch`, such as "sm_90". Raises UsageError for one that does not exist."""
+        """The option `arch`, such as "sm_90". Raises UsageError for an architecture that does not
+        exist."""
         return self.choice("arch", ARCHITECTURES, DEFAULT_ARCHITECTURE)
 
     def step(self) -> Step:
-        """The step that the first word names. Raises UsageError."""
+        """The step that the first word names. Raises UsageError if it names none."""
         return parse_step(self.words[0])
 
     def kernels(self) -> list[Config]:
-        """The kernels that the words name; of a step alone, its parent and itself.
+        """The kernels that the words name; for a single step, its parent and the step itself.
 
-        Raises UsageError.
+        Raises UsageError for a word that names no kernel.
         """
         if len(self.words) == 1 and find_steps(self.words[0]):
             return with_parent(self.step())
@@ -83,11 +87,12 @@ class Arguments:
 def parse_arguments(
     text: str, options: Collection[str], page: PurePosixPath, said: set[str] | None = None
 ) -> Arguments:
-    """Words apart by blanks; "..." and '...' keep blanks together, and there are no escapes.
+    """Parse words separated by blanks; "..." and '...' enclose blanks, and there are no escapes.
 
-    options: names that may stand before "="; a word with any other is a word. said: of `Arguments`.
+    options: names that may stand before "="; any other text with "=" is a word. said: as in
+    `Arguments`.
 
-    Raises UsageError for a quotation mark without its partner, and an option given twice.
+    Raises UsageError for a quotation mark without its partner, and for an option given twice.
     """
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
@@ -109,7 +114,7 @@ def parse_arguments(
 
 
 def compiled_pattern(text: str) -> re.Pattern[str]:
-    """A regular expression. Raises UsageError for a text that is none."""
+    """Compile a regular expression. Raises UsageError for a text that is none."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -117,7 +122,7 @@ def compiled_pattern(text: str) -> re.Pattern[str]:
 
 
 def parse_step(word: str) -> Step:
-    """The step of that name. Raises UsageError."""
+    """Return the step that a word names. Raises UsageError if it names none."""
     found = find_steps(word) or ()
     if len(found) != 1:
         raise UsageError(f"{word!r} is not a step, such as 9 or v9")
@@ -125,19 +130,20 @@ def parse_step(word: str) -> Step:
 
 
 def fixed_config(step: Step) -> Config:
-    """The config of a step that the pages show."""
+    """Return the config of a step that the pages show."""
     return FAMILIES[step.family].fixed_config(step, DTYPE)
 
 
 def with_parent(step: Step) -> list[Config]:
-    """The configs of the parent, if there is one, and of the step, at the step's tile."""
+    """Return the configs of the parent, if there is one, and of the step, at the step's tile."""
     own = fixed_config(step)
     parent = parent_at_tile(own)
     return [own] if parent is None else [parent, own]
 
 
 def parse_kernel(word: str) -> Config:
-    """The config that one of KERNEL_NAMES names. Raises UsageError."""
+    """Return the config that a word of the form KERNEL_NAMES names. Raises UsageError if it names
+    none."""
     name, colon, variant = word.partition(":")
     if find_steps(name):
         step = parse_step(name)

@@ -1,4 +1,4 @@
-"""Every kind of block: how it is written on a page, and what makes its text."""
+"""Kinds of blocks: their arguments on a page, and the functions that make their text."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from flash_helpers.course.short_forms import short_forms_block
 from flash_helpers.course.step_blocks import diff_block, facts_block
 from flash_helpers.registry.selection import UsageError
 
-OUTPUT_KIND = "output"  # its text is what commands print: see `commands`
+OUTPUT_KIND = "output"  # its text is the output of commands: see `commands`
 DEFAULT_OUTPUT_LINES = 20
 OUTPUT_USAGE = f"[lines={DEFAULT_OUTPUT_LINES}]"
-OUTPUT_MEANING = "a console block with what its commands print, its first lines= lines"
+OUTPUT_MEANING = "a console block with the output of its commands, of each the first lines= lines"
 PICTURE_KIND = "picture"
 
 
@@ -41,7 +41,7 @@ class Kind:
     """One kind of block.
 
     usage: its arguments. meaning: its contents. render: makes its text. fewest, most: number of
-    words; None is any number. options: names before "=".
+    words; None allows any number. options: names before "=".
     """
 
     usage: str
@@ -60,19 +60,19 @@ def _about_kernels(
     meaning: str, render: Callable[[Evidence, Arguments], str], *, arch: bool = True
 ) -> Kind:
     usage = "KERNEL [KERNEL ...]" + (" [arch=sm_80]" if arch else "")
-    meaning += " (of a step alone: its parent and itself)"
+    meaning += " (for a single step: its parent and the step)"
     return Kind(usage, meaning, render, 1, None, ("arch",) if arch else ())
 
 
 KINDS: Mapping[str, Kind] = {
-    "facts": _about_a_step("what a step takes, beside its parent", facts_block),
+    "facts": _about_a_step("the resources of a step, beside its parent", facts_block),
     "diff": _about_a_step("the code that a step changed, without comments", diff_block),
-    "counters": _about_kernels("what the simulator counts", counters_block, arch=False),
+    "counters": _about_kernels("the simulator's counts", counters_block, arch=False),
     "sass": _about_kernels("instructions by phase and class", sass_block),
     "numbers": Kind(
         "KERNEL [KERNEL ...] [sass=REGEX] [counters=REGEX] [bound=REGEX] [clock=REGEX] "
         "[arch=sm_80]",
-        "rows of these tables by their labels, and of sass opcodes of a phase, such as "
+        "rows of these tables by their labels; sass also has a row per phase and opcode, such as "
         '"main loop, LDSM"',
         numbers_block,
         1,
@@ -88,7 +88,7 @@ KINDS: Mapping[str, Kind] = {
         None,
         ("at", "lines", "phase", "arch"),
     ),
-    "clock": _about_a_step("what was measured, and what was published", clock_block),
+    "clock": _about_a_step("measured times and published figures", clock_block),
     "excerpt": Kind(
         "N|HEADER [FUNCTION ...] [phase=4] [at=REGEX] [lines=12]",
         "code of a step's file or of a header in src/include: functions by name, a numbered "
@@ -113,21 +113,21 @@ KINDS: Mapping[str, Kind] = {
     ),
     "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
     "progression": Kind("", "the table of the progression", progression_block),
-    "best": Kind("", "what attention() takes beside the libraries, by GPU", best_block),
+    "best": Kind("", "the speed of attention() beside the libraries, by GPU", best_block),
     "supports": Kind("", "the problems that the kernels take", supports_block),
-    "calls": Kind("NAME", "benchmarks/results/NAME.json, host time of a call", calls_block, 1, 1),
-    "short_forms": Kind("", "what the parts of a short form mean", short_forms_block),
+    "calls": Kind("NAME", "benchmarks/results/NAME.json, host time per call", calls_block, 1, 1),
+    "short_forms": Kind("", "the meaning of each part of a short form", short_forms_block),
     PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
     "nav": Kind(
         "", "the page's place and reading time, and links to the pages before and after", nav_block
     ),
     "path": Kind("", "the pages of the course by place, with reading times", path_block),
-    "next": _about_a_step("a link to the page after that of a step", next_block),
+    "next": _about_a_step("a link to the page after a step's page", next_block),
 }
 
 
 def kinds_text() -> str:
-    """Every kind with its arguments, one a line."""
+    """Text of all kinds with their arguments and contents."""
     rows = [(name, kind.usage, kind.meaning) for name, kind in KINDS.items()]
     rows.append((OUTPUT_KIND, OUTPUT_USAGE, OUTPUT_MEANING))
     return "\n".join(f"  {f'{name} {usage}'.strip()}\n      {what}" for name, usage, what in rows)
@@ -136,11 +136,12 @@ def kinds_text() -> str:
 def render(
     evidence: Evidence, kind: str, arguments: str, page: PurePosixPath, said: set[str] | None = None
 ) -> str:
-    """The text of a block.
+    """Make the text of a block.
 
-    page: relative to the root of the repository. said: footnotes that the page has already, which
-    grow. Raises UsageError for an unknown kind or wrong
-    arguments, and what `Evidence` raises.
+    page: relative to the root of the repository. said: footnotes that the page has already; the
+    block's own are added.
+
+    Raises UsageError for an unknown kind or wrong arguments, and what `Evidence` raises.
     """
     found = KINDS.get(kind)
     if found is None:
@@ -151,7 +152,7 @@ def render(
         parsed = parse_arguments(arguments, found.options, page, said)
         n_words = len(parsed.words)
         if n_words < found.fewest or (found.most is not None and n_words > found.most):
-            raise UsageError(f"{arguments!r} has {n_words} words besides options")
+            raise UsageError(f"{arguments!r} has {n_words} words besides its options")
         return found.render(evidence, parsed)
     except UsageError as error:
         accepted = f"accepted is `build:{f'{kind} {found.usage}'.strip()}`"

@@ -1,4 +1,4 @@
-"""From pages with markers to the same pages with what stands between them written anew."""
+"""Rebuild of pages: the text between their markers is written anew, the rest stays."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _COMPILER = re.compile(r"\bptxas \d+(?:\.\d+)+")
 
 
 class PageError(ValueError):
-    """Faults of pages: a line each, with the page and its line."""
+    """Faults of pages: one per line, with the page and its line number."""
 
 
 @dataclass(frozen=True)
 class SourcePage:
-    """A page as it was read. path: relative to the root. consoles: by the index of the part that
-    they stand in, prose or an output block."""
+    """A page as it was read. path: relative to the root. consoles: console blocks, by the index of
+    their part of the page, which is prose or an output block."""
 
     path: PurePosixPath
     text: str
@@ -55,8 +55,8 @@ class SourcePage:
         return [part for part in self.parts if isinstance(part, Block)]
 
     def commands(self, until_output: bool = False) -> list[Command]:
-        """Commands that run without a GPU, in order. until_output: none after the last output
-        block, whose commands may need files that earlier ones left."""
+        """Commands that run without a GPU, in order. until_output: leave out the commands after the
+        last output block. Earlier ones stay, since an output block may need files of theirs."""
         last = len(self.parts)
         if until_output:
             last = max((n for n in self.consoles if isinstance(self.parts[n], Block)), default=-1)
@@ -81,7 +81,7 @@ def read_page(root: Path, path: PurePosixPath) -> SourcePage:
 
 
 def _consoles(part: Prose | Block) -> list[Console]:
-    """The console blocks of prose and of output blocks; other generated text has no commands."""
+    """Console blocks of prose and of output blocks; other generated text has no commands."""
     if isinstance(part, Prose):
         return consoles(part.text, part.line)
     if part.kind != blocks.OUTPUT_KIND:
@@ -99,15 +99,15 @@ def _consoles(part: Prose | Block) -> list[Console]:
 def build_pages(
     pages: Sequence[SourcePage], evidence: Evidence, *, run: bool, check: bool
 ) -> list[BuiltPage]:
-    """Write every block anew, in memory; meanwhile run commands, each page's in a copy of the
-    repository as it is, JOBS pages at a time.
+    """Write every block anew, in memory. Meanwhile run the commands of JOBS pages at a time, each
+    page's in a copy of the repository.
 
-    run: the commands; without it output blocks stay as they are. check: run them all, not only
-    the commands that an output block needs; and blocks of architectures that the installed library
-    was not built for stay as they are.
+    run: run the commands; without it output blocks stay unchanged. check: run all commands, not
+    only those that an output block needs. With check, blocks of architectures that the installed
+    library lacks stay unchanged.
 
-    Raises PageError with all that is wrong, if something is, GlossaryError, and OSError where there
-    is no room for a copy.
+    Raises PageError with all faults, if there are any; GlossaryError; and OSError if there is no
+    room for a copy.
     """
     terms = read_terms(evidence.root)
     built = [BuiltPage(page, evidence, terms, check) for page in pages]
@@ -129,7 +129,7 @@ def build_pages(
             return outcomes
 
         try:
-            # the longest first, so that none is left alone at the end
+            # The longest page first, so that no long one runs alone at the end.
             ordered = sorted(built, key=lambda page: -len(wanted[page]))
             running = {page: pool.submit(run_page, page) for page in ordered}
             errors = [error for page in built for error in page.write(progress.update)]
@@ -148,9 +148,9 @@ def build_pages(
 class BuiltPage:
     """A page as it is and as it should be.
 
-    failures: the commands that did not end as they must. missing: pictures that are shown and are
-    not there. unchecked: what the installed library cannot tell, a line each. form: what is wrong
-    with the English, and with the form of a step's page.
+    failures: texts on commands that did not end with the expected status. missing: paths of absent
+    pictures. unchecked: a line for each block that the installed library cannot tell. form: faults
+    of the English, and of the form of a step's page.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class BuiltPage:
         return link_first_uses("".join(self._texts), self.path, self._terms)
 
     def commands(self, until_output: bool) -> list[Command]:
-        """Those to be run."""
+        """Commands that are to be run. until_output: as in `SourcePage.commands`."""
         found = []
         for command in self._source.commands(until_output):
             try:
@@ -185,7 +185,7 @@ class BuiltPage:
         return found
 
     def write(self, on_block: Callable[[], object]) -> Iterator[str]:
-        """Write all but what commands print; yields what is wrong."""
+        """Write all blocks except the output of commands; yields faults."""
         for part in self._source.parts:
             if isinstance(part, Prose):
                 self._texts.append(part.text)
@@ -216,7 +216,7 @@ class BuiltPage:
 
     def _text(self, part: Block) -> str:
         if part.kind == blocks.OUTPUT_KIND:
-            _lines_shown(part, self.path)  # faults are reported before commands have run
+            _lines_shown(part, self.path)  # reports faults before commands run
             return part.body
         if part.kind == blocks.PICTURE_KIND:
             words = parse_arguments(part.arguments, (), self.path).words
@@ -226,7 +226,8 @@ class BuiltPage:
         return blocks.render(self._evidence, part.kind, part.arguments, self.path, self._said)
 
     def show_outcomes(self, outcomes: Mapping[Command, Outcome]) -> None:
-        """Write what commands printed. An output block of which one was not run stays as it is."""
+        """Write the output of commands. An output block stays unchanged if one of its commands was
+        not run."""
         self.failures = [outcome for outcome in outcomes.values() if outcome.failed]
         for at, inside in self._source.consoles.items():
             part = self._source.parts[at]
@@ -238,7 +239,7 @@ class BuiltPage:
 
 
 def _lines_shown(part: Block, page: PurePosixPath) -> int:
-    """Number of lines that an output block shows. Raises UsageError."""
+    """Number of lines that an output block shows. Raises UsageError for wrong arguments."""
     arguments = parse_arguments(part.arguments, ("lines",), page)
     if arguments.words:
         raise UsageError(
@@ -248,5 +249,5 @@ def _lines_shown(part: Block, page: PurePosixPath) -> int:
 
 
 def compilers_named(text: str) -> set[str]:
-    """The releases of ptxas that a page says its numbers are of."""
+    """Releases of ptxas that a page names as the source of its numbers."""
     return set(_COMPILER.findall(text))

@@ -1,4 +1,4 @@
-"""Blocks about time: what was measured here, and what was published."""
+"""Blocks about time: measurements of this repository, and published figures."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ NOT_MEASURED = "{} was not measured on the GPU of the other steps."
 
 @dataclass(frozen=True)
 class Speedup:
-    """A kernel's speed against another's at one length, less 1, within each round.
+    """Ratio of a kernel's speed to another's at one length, minus 1, formed within each round.
 
-    Both are timed in every round, so that a clock that drifts from round to round cancels. median,
-    low, high: over the rounds, and what 80% of them lie in. is_equal: within the noise.
+    Both are timed in every round, so that a clock that drifts from round to round cancels. median:
+    over the rounds. low, high: interval that holds 80% of the rounds. is_equal: whether the median
+    lies within the noise.
     """
 
     median: float
@@ -60,7 +61,7 @@ class Speedup:
 
     @property
     def verdict(self) -> str:
-        """In words; a change counts if it is over the noise."""
+        """Verdict in words; a change counts if it exceeds the noise."""
         if self.is_equal:
             return "="
         return "faster" if self.median > 0 else "slower"
@@ -69,7 +70,7 @@ class Speedup:
 def speedup(
     results: BenchmarkResults, before: Config, after: Config, seq_len: int
 ) -> Speedup | None:
-    """None unless both were measured at that length."""
+    """Compare two configs at one length; None unless both were measured there."""
     place = (after.short_form(), before.short_form(), after.dtype.short, seq_len)
     ratios = [ratio - 1 for ratio in results.pairs(*place)]
     if not ratios:
@@ -78,15 +79,15 @@ def speedup(
 
 
 def mean_change(results: BenchmarkResults, before: Config, after: Config) -> float | None:
-    """The change of the harmonic mean of the speeds, less 1, when each length changes as `speedup`
-    says; None unless both were measured at every length."""
+    """Ratio of the harmonic means of the speeds, minus 1, if each length changes by its `speedup`;
+    None unless both configs were measured at every length."""
     ratio = results.ratio(after.short_form(), before.short_form(), after.dtype.short)
     return None if ratio is None else ratio - 1
 
 
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The GPU's clock by length, then what was published; of a step without measurements that it
-    has none."""
+    """Measured times by length, then published figures; for a step without measurements a line that
+    says so."""
     step = arguments.step()
     results = evidence.results_of(step)
     measured = [
@@ -100,7 +101,7 @@ def clock_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def _is_measured(results: BenchmarkResults, step: Step) -> bool:
-    """At any length, in any config."""
+    """Whether any config of a step was measured at any length."""
     names = (n for n in results.names(DTYPE.short) if n not in LIBRARY_NAMES)
     return any(config_from_short_form(name).step is step for name in names)
 
@@ -151,9 +152,9 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
         note += f" The machine code of {' and '.join(names)} has changed since."
     if step.parent is not None:
         note += (
-            " Both are timed in every round: the change is the median of the ratios within a "
-            "round, so that a drifting clock cancels, and counts where it is more than "
-            f"{metric.short} timed twice differs from itself."
+            " Both are timed in every round. The change is the median of the ratios within a "
+            "round, so that a drifting clock cancels. It counts if it exceeds the difference of "
+            f"{metric.short} from itself, timed twice."
         )
     return note
 
@@ -181,7 +182,7 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
 
 
 def _published(published: Published, step: Step) -> Iterator[str]:
-    """Published figures of the step, if there are any."""
+    """Lines with published figures of the step, if there are any."""
     names = [config.step.id for config in with_parent(step)]
     if not any(published.find(step.id, gpu.key) for gpu in published.gpus):
         return
@@ -199,8 +200,8 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 
 
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The staircase of a step's family with the step lit, and in words what the step gained, and
-    how fast other libraries were in the same run."""
+    """The staircase of a step's family with the step lit. A sentence tells the step's gain and the
+    speed of other libraries in the same run."""
     step = arguments.step()
     results, metric = evidence.results_of(step), metric_of(FAMILIES[step.family])
     told = ", ".join(_stairs_told(results, step, relative(GLOSSARY, arguments.page)))
@@ -232,8 +233,8 @@ def _stairs_told(results: BenchmarkResults, step: Step, glossary: str) -> Iterat
 
 
 def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The plot of the progression; its text tells the numbers of the first and the last step that
-    were measured."""
+    """The plot of the progression; its text tells the numbers of the first and the last measured
+    step."""
     numbers = progression_numbers(evidence.results, DTYPE.short)
     ends = []
     for tile, shared, where in (
@@ -256,13 +257,13 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def loads_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The results of a file of `RESULTS`' folder, in bursts and sustained."""
+    """Results of a file in the folder of `RESULTS`, in bursts and sustained."""
     return loads_table(_named_results(evidence, arguments))
 
 
 def lengths_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The results of such a file by length, in one dtype under one load: of the steps that the
-    further words name, or of all."""
+    """Results of a file in the folder of `RESULTS` by length, in one dtype under one load, for the
+    steps that the further words name or for all steps."""
     results = _named_results(evidence, arguments)
     dtype = arguments.choice("dtype", results.dtypes, main_dtype(results))
     load = arguments.choice("load", results.loads, results.main_load)
@@ -276,9 +277,9 @@ def _named_results(evidence: Evidence, arguments: Arguments) -> BenchmarkResults
 
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A row for each step: its page, the page's place in the course, its idea, and its speed in
-    percent at each tile; a table for families with the same tiles and metric, with the libraries of
-    the same run."""
+    """One row per step: its page, the page's place in the course, the idea, and the speed in
+    percent at each tile. Families with the same tiles and metric share a table, with the libraries
+    of the same run."""
     tables: dict[tuple[str, ...], list[Family]] = {}
     for family in FAMILIES.values():
         heading = metric_of(family).heading
@@ -322,12 +323,12 @@ def _percent_cell(of: float | None) -> str:
 
 
 def progression_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The table of all steps at the two tiles."""
+    """Table of all steps at the two tiles."""
     return progression_table(evidence.results)
 
 
 def best_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Speeds of what attention() takes beside the libraries, by GPU."""
+    """Speeds of the kernels that attention() takes, beside the libraries, by GPU."""
     return best_table([load_results(path) for path in best_files(evidence.root)], config_for)
 
 
@@ -337,6 +338,6 @@ def supports_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def calls_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Host time of a call, from a file of RESULTS' folder."""
+    """Host time per call, from a file in the folder of RESULTS."""
     path = evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")
     return CallOverhead.load(path).markdown()

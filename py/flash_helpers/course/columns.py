@@ -1,6 +1,6 @@
-"""Tables with a column for each kernel, and with the change where there are two.
+"""Tables with one column per kernel, and with the change between two kernels.
 
-Of two kernels the rows that differ are shown, and equal rows are folded below.
+A table of two kernels shows the rows that differ, and folds the equal rows below them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ INDENT = "&nbsp;&nbsp;"  # before the label of a row that is a part of the one a
 def columns_table(
     configs: Sequence[Config], rows: Iterable[list[str]], *, folds: bool = True
 ) -> str:
-    """Markdown. rows: of `row`, or a label and a cell for each kernel. folds: equal rows."""
+    """Markdown of a table. rows: made by `row`, or a label and one cell per kernel. folds: whether
+    equal rows are folded."""
     headers = ["", *names_of(configs), *(["change"] if len(configs) == 2 else [])]
     padded = [cells + [""] * (len(headers) - len(cells)) for cells in rows]
     if not folds:
@@ -27,8 +28,8 @@ def columns_table(
 
 
 def folded_table(headers: Sequence[str], rows: Sequence[Sequence[str]], n_kernels: int) -> str:
-    """Markdown. The cells behind a row's label are those of the kernels. Of two, the rows in which
-    both have the same are folded; an indented row says of what it is a part."""
+    """Markdown of a table whose equal rows of two kernels are folded. rows: a label, then one cell
+    per kernel. A folded indented row names the row that it is a part of."""
     named = [*zip(with_owners(rows), rows, strict=True)]
     if n_kernels != 2:
         return Table(headers, rows).markdown()
@@ -45,7 +46,8 @@ def folded_table(headers: Sequence[str], rows: Sequence[Sequence[str]], n_kernel
 
 
 def with_owners(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
-    """The rows; an indented one has the label of the row above it before its own."""
+    """Rows in which an indented row's label begins with the label of the row that it is a part
+    of."""
     owner = ""
     for label, *cells in rows:
         if label.startswith(INDENT):
@@ -56,11 +58,11 @@ def with_owners(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
 
 
 def row(label: str, values: Sequence[float | None], digits: int = 0) -> list[str]:
-    """A number for each kernel, and the change where there are two."""
+    """Row of one number per kernel, and the change between two kernels."""
     cells = [label, *(number(value, digits) for value in values)]
     return [*cells, change(values[0], values[1], digits)] if len(values) == 2 else cells
 
 
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, float]]:
-    """Numbers by opcode that differ, and by how much; the largest change first."""
+    """Opcodes whose numbers differ, with the difference; the largest change first."""
     return [(opcode, new - old) for opcode, old, new in count_changes(before, after)]

@@ -1,9 +1,9 @@
-"""The commands that a page shows, and running them.
+"""Commands on a page, and their execution.
 
 A fenced block whose language is `console` holds commands in its lines that begin with "$ "; a line
-that ends in a backslash goes on in the next one. The other lines are what a reader sees come out.
-Behind the language may stand `gpu` (never run here) or `exit=N` (the status that each command must
-have; 0 otherwise).
+that ends in a backslash continues in the next one. The other lines are the commands' output. After
+the language may stand `gpu` (the commands are never run here) or `exit=N` (the status that each
+command must have; 0 otherwise).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flash_helpers.course.markers import FENCED, MarkerError
 
 LANGUAGE = "console"
 PROMPT = "$ "
-TIME_LIMIT = 120.0  # seconds a command
+TIME_LIMIT = 120.0  # seconds per command
 JOBS = len(os.sched_getaffinity(0))
 
 _COMMAND = re.compile(rf"^{re.escape(PROMPT)}((?:.*\\\n)*.*)", re.MULTILINE)
-# `python FILE ...` or `python -m ...`, and perhaps a pipe behind it: what stands before that means
-# the same without a shell.
+# `python FILE ...` or `python -m ...`, perhaps before a pipe: the text up to the pipe has the same
+# meaning without a shell.
 _PYTHON = re.compile(
     r"""python\ (?P<words>(?:[\w./-]+\.py|-m\ )
     (?:[^'"\\\n|&;<>()$`*?{}\[\]~\#!]|'[^']*'|"[^"\\$`!]*"|\\\n)*)
@@ -45,19 +45,19 @@ _PYTHON = re.compile(
     re.VERBOSE,
 )
 _COLUMNS = "100"
-_SHOWN_LINES = 12  # of what a failed command said last
-# What a copy of the repository for commands can do without: at its root, and anywhere.
+_SHOWN_LINES = 12  # of a failed command's last output
+# Names that a copy of the repository for commands leaves out: at its root, and anywhere.
 _LEFT_OUT = (".git", ".venv", "venv", "build", "dist", "site", "*.egg-info", ".*_cache")
 _LEFT_OUT_ANYWHERE = ("__pycache__",)
 
 
 class StoppedError(RuntimeError):
-    """Nothing is run any more."""
+    """The runner was stopped, and runs nothing more."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page. line: of its prompt, from 1. status: that it must end with."""
+    """One command of a page. line: of its prompt, from 1. status: expected exit status."""
 
     text: str
     line: int
@@ -65,14 +65,14 @@ class Command:
 
     @property
     def architectures(self) -> list[str]:
-        """Architectures that it needs in the library."""
+        """Architectures that the command needs in the library."""
         return re.findall(r"--arch[ =](sm_\w+)", self.text)
 
 
 @dataclass(frozen=True)
 class Console:
-    """A console block. begin, end: of what stands between its fences, in the text that it was read
-    from."""
+    """A console block. begin, end: offsets of the lines between its fences, in the text that it was
+    read from."""
 
     begin: int
     end: int
@@ -82,7 +82,7 @@ class Console:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a command. output: text that a reader sees; errors: further messages."""
+    """Outcome of a command. output: text that a reader sees. errors: further messages."""
 
     command: Command
     status: int
@@ -92,26 +92,26 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """It did not end as the page says."""
+        """Whether the command ended with another status than the page says."""
         return self.timed_out or self.status != self.command.status
 
     def failure_text(self, page: str) -> str:
-        """The command, where it stands, and the last that it said."""
+        """Text of the command, its place on the page, and its last lines of output."""
         said = (self.output + self.errors).splitlines()[-_SHOWN_LINES:]
         ended = f"ended with status {self.status}, not {self.command.status}"
         if self.timed_out:
-            ended = "was killed at the time limit"
+            ended = f"was killed at the time limit of {TIME_LIMIT:g} s"
         return "\n".join(
             [
                 f"{page}:{self.command.line}: $ {self.command.text}",
-                f"  {ended}, and said {'last:' if said else 'nothing'}",
+                f"  {ended}, and printed {'last:' if said else 'nothing'}",
                 *(f"  | {line}" for line in said),
             ]
         )
 
 
 def consoles(text: str, first_line: int) -> list[Console]:
-    """The console blocks of a text. first_line: the number of its first line in the page.
+    """Console blocks of a text. first_line: number of its first line in the page.
 
     Raises MarkerError for a block whose attributes or first line are wrong.
     """
@@ -146,7 +146,7 @@ def _console(block: re.Match[str], line: int, attributes: Sequence[str]) -> Cons
 def with_output(
     text: str, blocks: Sequence[Console], outcomes: Sequence[Outcome], lines_shown: int
 ) -> str:
-    """The text with what its commands printed under each; the first lines of it.
+    """The text with the first lines of each command's output below the command.
 
     blocks: `consoles` of the text. outcomes: of all their commands, in order.
     """
@@ -166,7 +166,7 @@ def with_output(
 
 @contextmanager
 def copy_of(root: Path) -> Iterator[Path]:
-    """A copy of the repository, where commands may leave what they write. Raises OSError."""
+    """Make a copy of the repository, in which commands may write files. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         copy = Path(folder) / root.name
         shutil.copytree(
@@ -177,8 +177,8 @@ def copy_of(root: Path) -> Iterator[Path]:
 
 @contextmanager
 def copies_of(root: Path) -> Iterator[Callable[[], AbstractContextManager[Path]]]:
-    """Lends such copies, to several threads; one that comes back as it was is lent again: ext4
-    takes longest where many files were deleted a moment ago. Raises OSError."""
+    """Lend such copies to several threads. A copy that comes back unchanged is lent again, since
+    ext4 is slow after many files were deleted. Raises OSError."""
     spare: list[tuple[Path, dict[Path, int]]] = []
     with ExitStack() as stack:
 
@@ -199,7 +199,7 @@ def copies_of(root: Path) -> Iterator[Callable[[], AbstractContextManager[Path]]
 
 
 def _changed_at(folder: Path) -> dict[Path, int]:
-    """When each file and folder below it was changed last, in nanoseconds."""
+    """Time of the last change of each file and folder below a folder, in nanoseconds."""
     return {path: path.lstat().st_ctime_ns for path in folder.rglob("*")}
 
 
@@ -210,7 +210,7 @@ def _left_out(root: Path) -> Callable[[str, list[str]], set[str]]:
 
 
 def _copy_or_link(source: str, target: str) -> None:
-    """The library is most of what there is to copy, and nobody writes it."""
+    """Copy a file, or link it if it is the library, which is large and which no command writes."""
     if source.endswith(".so"):
         Path(target).symlink_to(source)
     else:
@@ -220,10 +220,10 @@ def _copy_or_link(source: str, target: str) -> None:
 class Runner:
     """Runs commands, from several threads, until it is stopped. environment: of the commands.
 
-    A page's commands start Python some hundred times, and most would take longer to import torch
-    than for their work. `python FILE ...` and `python -m ...` therefore run in a fork of a process
-    that has imported what stands in `preloaded`; what it prints goes into a file, and from there
-    down the pipe.
+    The pages start Python some hundred times, and most commands would take longer to import torch
+    than to do their work. `python FILE ...` and `python -m ...` therefore run in a fork of a
+    process that has imported `preloaded`. The fork's output goes into a file, and from there into
+    the pipe.
     """
 
     def __init__(self, environment: Mapping[str, str], time_limit: float = TIME_LIMIT) -> None:
@@ -236,17 +236,17 @@ class Runner:
         self._python.set_forkserver_preload(["flash_helpers.course.preloaded"])
 
     def run(self, command: Command, folder: Path) -> Outcome:
-        """Run one command by bash in a folder; after the time limit it is killed, with all that it
-        started. In a pipe any failure counts. Raises StoppedError once `stop` was called.
+        """Run one command by bash in a folder. At the time limit the command is killed, with its
+        children. In a pipe any failure counts. Raises StoppedError once `stop` was called.
         """
         python = _PYTHON.fullmatch(command.text)
         if python is not None and python["rest"] and command.status:
-            python = None  # what it complains of would go down the pipe
+            python = None  # its messages would go into the pipe
         with tempfile.TemporaryDirectory(prefix="printed-") as name:
             piped, output, errors = (Path(name, file) for file in ("piped", "output", "errors"))
             for path in (piped, output, errors):
                 path.touch()
-            # of one that must fail, the page shows what it complains of too
+            # If a command must fail, the page shows its error messages too.
             said = output if command.status else errors
             first: int | None = 0
             last: int | None = 0
@@ -288,7 +288,7 @@ class Runner:
             )
 
     def _status(self, begin: Callable[[], subprocess.Popen[bytes] | BaseProcess]) -> int | None:
-        """That a process ends with; None if it was killed at the time limit."""
+        """Exit status of a process; None if it was killed at the time limit."""
         with self._lock:
             if self._stopped:
                 raise StoppedError
@@ -307,10 +307,10 @@ class Runner:
     def _wait(
         self, process: subprocess.Popen[bytes] | BaseProcess, time_limit: float | None = None
     ) -> int | None:
-        """The status that a process ends with; None if it has not by then."""
+        """Exit status of a process; None if it is still running at the deadline."""
         if isinstance(process, BaseProcess):
             wait([process.sentinel], time_limit)
-            # A status can be read once, and each start of a process reads the status of all others.
+            # A status can be read once, and each start of a process reads the other statuses.
             with self._lock:
                 return process.exitcode
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -318,7 +318,7 @@ class Runner:
         return process.returncode
 
     def stop(self) -> None:
-        """Kill what runs, and let nothing more begin."""
+        """Kill all running commands, and start no more."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -328,7 +328,7 @@ class Runner:
 def _run_file(
     words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path
 ) -> None:
-    """Run these words as `python` does, in a process of their own."""
+    """Run the words of a command as `python` does, in this forked process."""
     os.setsid()
     for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
         with path.open("ab") as file:
@@ -349,15 +349,15 @@ def _run_file(
 
 
 def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
-    """End a process and its children: it leads a session of its own."""
+    """Kill a process and its children; it leads a session of its own."""
     process.kill()
-    assert process.pid is not None  # it has begun
+    assert process.pid is not None  # the process has started
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def command_environment() -> dict[str, str]:
-    """In which `python` is the one that runs this, and no GPU is seen."""
+    """Environment in which `python` is this interpreter, and no GPU is visible."""
     scripts = Path(sys.executable).parent
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Blocks about what the simulator counts."""
+"""Blocks about the simulator's counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.asked import one_operation
 from flash_helpers.ptx import Counts
 
-# Beginning of PTX opcodes that are told of by themselves; of cp.async not the commits and waits.
+# Beginnings of PTX opcodes with a row of their own; of cp.async without commits and waits.
 _OPCODES = (
     *("ldmatrix", "stmatrix", "cp.async.cg"),
     *("ld.shared", "st.shared", "ld.global", "st.global"),
 )
-# Counts, with what each is of. Requests say no more than instructions do.
+# Counts and their labels. Requests would add nothing to instructions.
 _QUANTITIES = {
     "instructions": "warp instructions",
     "mma": "mma",
@@ -38,7 +38,7 @@ _MOST_CHANGES = 8
 
 
 def counters_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Return a column for each kernel, and the change if there are two.
+    """Return a table with one column per kernel, and the change between two kernels.
 
     Raises UsageError for kernels of several operations, whose problems cannot be compared.
     """
@@ -59,7 +59,7 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def _counted_text(config: Config) -> str:
-    """Return the problem that `count_kernel` simulates, in words."""
+    """Return the problem that `count_kernel` simulates for a config, in words."""
     operation = config.family.operation
     problem, within = operation.counted, operation.counted_within
     tensors = "" if within == problem else f", in tensors of {within}"
@@ -67,7 +67,7 @@ def _counted_text(config: Config) -> str:
 
 
 def counter_rows(found: Sequence[KernelCounts]) -> list[list[str]]:
-    """Every quantity, those of some opcodes indented below it, and those of the main loop."""
+    """Rows of all quantities, with some opcodes indented below them, and of the main loop."""
     rows = [cells for name in _QUANTITIES for cells in _rows(name, found)]
     return [*rows, *_main_loop_rows(found)]
 
@@ -81,7 +81,7 @@ def _of_opcode(counts: KernelCounts, beginning: str) -> Counts:
 
 
 def per_mma(loop: Counts, quantity: str = "instructions", instruction: str = "mma") -> float | None:
-    """A quantity of the main loop per mma, or wgmma; None without any."""
+    """A quantity of the main loop per mma or wgmma; None in a loop without them."""
     products = getattr(loop, instruction)
     return getattr(loop, quantity) / products if products else None
 

@@ -1,5 +1,5 @@
-"""English of the pages as a tool can check it: words that stand for something unnamed, and long
-sentences. Standard library only."""
+"""Check of the English in pages and docstrings: words that stand for an unnamed subject, openings
+without a noun, and long sentences. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from flash_helpers.course.markers import CODE_SPAN, FENCED
 
-MOST_WORDS = 45  # of a sentence; 30 are many
+MOST_WORDS = 45  # per sentence; 30 are already many
 
 _UNNAMED = re.compile(r"\b(?:lest|who(?:m|so)?ever|somebody|someone)\b", re.IGNORECASE)
 _OPENING = re.compile(r"^(?:What|Who)\b.*[^?]$")
@@ -34,7 +34,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def english_errors(text: str) -> Iterator[str]:
-    """Faults of a text, a line each."""
+    """Faults of a Markdown text, one line each."""
     for sentence in sentences(text):
         beginning = " ".join(sentence.split()[:8])
         if found := _UNNAMED.search(sentence):

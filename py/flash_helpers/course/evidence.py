@@ -1,5 +1,5 @@
-"""Where the numbers of the pages come from, each read once: the machine code of the installed
-library, the simulator, and committed measurements."""
+"""Sources of the numbers on the pages, each read once: the machine code of the installed library,
+the simulator, and committed measurements."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PUBLISHED = Path("docs/data/published.json")
 class PublishedGpu:
     """One GPU of the publication.
 
-    key: names it in `PublishedStep`. official_tflops: speed of the official FlashAttention-2 at
-    `seq_len`.
+    key: the GPU's name in `PublishedStep`. official_tflops: speed of the official FlashAttention-2
+    at `seq_len`.
     """
 
     key: str
@@ -47,7 +47,7 @@ class PublishedGpu:
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """Percent of the official FlashAttention-2, at the one length and of the harmonic means."""
+    """Percent of the official FlashAttention-2, at one length and of the harmonic means."""
 
     step: str
     gpu: str
@@ -59,8 +59,8 @@ class PublishedStep:
 class Published(RecordFile):
     """Published figures of these ideas on other GPUs.
 
-    source: who published it, and where. seq_len: of `PublishedStep.percent`. shortest, longest:
-    sequence lengths of the mean.
+    source: author and place of the publication. seq_len: of `PublishedStep.percent`. shortest,
+    longest: sequence lengths of the mean.
     """
 
     FORMAT: ClassVar[int] = 1
@@ -74,7 +74,7 @@ class Published(RecordFile):
     steps: tuple[PublishedStep, ...]
 
     def find(self, step: str, gpu: str) -> PublishedStep | None:
-        """Published figures of a step on the GPU of that key, if there are any."""
+        """Published figures of a step on the GPU with this key; None without figures."""
         return next((s for s in self.steps if (s.step, s.gpu) == (step, gpu)), None)
 
 
@@ -82,7 +82,8 @@ class Published(RecordFile):
 class KernelCounts:
     """Counts of a kernel in the simulator.
 
-    total: of all instructions. main_loop: of those in it. by_opcode: of PTX.
+    total: counts of all instructions. main_loop: counts of its instructions. by_opcode: number of
+    instructions by PTX opcode.
     """
 
     total: Counts
@@ -93,11 +94,11 @@ class KernelCounts:
 def count_kernel(
     config: Config, problem: Problem | None = None, within: Problem | None = None
 ) -> KernelCounts:
-    """Return the counts of a problem in the tensors of a larger one, whose strides have the config
-    itself run.
+    """Return the counts of a problem that lies in the tensors of a larger one. The strides of these
+    tensors make the config itself run.
 
-    problem, within: by default the operation's `counted` and `counted_within`.
-    Raises RuntimeError if the library's PTX cannot be read.
+    problem, within: the problem and the larger one, by default the operation's `counted` and
+    `counted_within`. Raises RuntimeError if the library's PTX cannot be read.
     """
     from flash_helpers.check.tensors import tensors_for
     from flash_helpers.runtime.simulator import run_shipped
@@ -120,21 +121,21 @@ def count_kernel(
 
 
 class NotBuiltError(RuntimeError):
-    """The library that is installed was built for other architectures; the message says so."""
+    """The installed library was built for other architectures; the message names them."""
 
 
 class Evidence:
-    """The sources of numbers below one checkout of the repository.
+    """The sources of numbers in one checkout of the repository.
 
-    root: of the repository. Whatever is asked for raises ValueError (SassError and UsageError
-    among them), OSError or RuntimeError (NotBuiltError among them) where it cannot be had.
+    root: of the repository. Every method raises ValueError (SassError and UsageError among them),
+    OSError or RuntimeError (NotBuiltError among them) if a number is not available.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._kernels: dict[tuple[Config, str], Kernel] = {}
         self._facts = cache(self._read_facts)
-        # what the simulator counts of a kernel
+        # The simulator's counts, by kernel.
         self.counts: Callable[[Config], KernelCounts] = cache(count_kernel)
 
     @cached_property
@@ -147,16 +148,16 @@ class Evidence:
         return results_by_family(self.root, self.results)
 
     def results_of(self, step: Step) -> BenchmarkResults:
-        """Results that hold a step's measurements."""
+        """Results with a step's measurements."""
         return self._by_family[step.family]
 
     @cached_property
     def published(self) -> Published:
-        """Published figures of other GPUs."""
+        """Published figures on other GPUs."""
         return Published.load(self.root / PUBLISHED)
 
     def require_built(self, architectures: Collection[str]) -> None:
-        """Raise NotBuiltError unless the library holds code for all of these."""
+        """Raise NotBuiltError unless the library holds code for all of these architectures."""
         missing = set(architectures).difference(library.architectures() if architectures else ())
         if missing:
             raise NotBuiltError(
@@ -165,7 +166,7 @@ class Evidence:
             )
 
     def facts(self, config: Config, architecture: str) -> ConfigFacts:
-        """The machine code of a kernel of the library, counted.
+        """Facts of the machine code of one of the library's kernels.
 
         architecture: such as "sm_90", which stands for sm_90a where a family is built for that.
         """
@@ -177,7 +178,7 @@ class Evidence:
     def _kernel(self, config: Config, target: str) -> Kernel:
         self.require_built([target])
         if (config, target) not in self._kernels:
-            # the whole progression at once: opening the library takes longer than reading a kernel
+            # Read the whole progression: opening the library takes longer than reading a kernel.
             wanted = {config}
             if not any(c.family is config.family and there == target for c, there in self._kernels):
                 wanted.update(
@@ -191,16 +192,17 @@ class Evidence:
         return self._kernels[config, target]
 
     def step_diff(self, step: Step) -> CodeDiff:
-        """Changes of a step to its parent's code. Raises UsageError for one without a parent."""
+        """Changes of a step to its parent's code. Raises UsageError for a step without a
+        parent."""
         if step.parent is None:
             raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
         return code_diff(STEPS[step.parent], step, self.root)
 
 
 def target_of(family: Family, architecture: str) -> str:
-    """Target that a family's kernels are compiled for on an architecture such as "sm_90".
+    """Target of a family's compilation for an architecture such as "sm_90".
 
-    Raises UsageError if they are not made for it.
+    Raises UsageError if the family's kernels are not made for it.
     """
     targets = family.targets_for([capability_of(architecture)])
     if not targets:

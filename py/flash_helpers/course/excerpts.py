@@ -1,4 +1,4 @@
-"""Code of a kernel or of a primitive, as it stands in its file; wide comments are filled anew."""
+"""Excerpts from the file of a kernel or of a primitive, with wide comments wrapped anew."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flash_helpers.course.links import relative
 from flash_helpers.registry.selection import UsageError, find_steps
 
 INCLUDES = PurePosixPath("src/include")
-MOST_LINES = 40  # what is longer is no excerpt
-COLUMNS = 88  # of code that a page of the site shows without wrapping it
+MOST_LINES = 40  # per excerpt
+COLUMNS = 88  # width of code that a page of the site shows without wrapping
 _PHASE = r"^( *)// {}\. "
-# Lines of a comment that are one text: of one indentation, without columns, and no items of a list.
+# Lines of a comment that form a paragraph: one indentation, no columns, no items of a list.
 _PROSE = r"// {}\S+(?: \S+)*"
 _PARAGRAPH = re.compile(
     rf"^( *){_PROSE.format('')}(?:\n\1{_PROSE.format(r'(?![-*] |[0-9]+[.] )')})*$", re.MULTILINE
@@ -24,7 +24,8 @@ _PARAGRAPH = re.compile(
 
 
 def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Functions by name, a numbered phase of the kernel, or lines from the first that matches."""
+    """Excerpt of functions by name, of a numbered phase of the kernel, or of lines from the first
+    match."""
     word, *functions = arguments.words
     path = _file(word, evidence.root)
     lines = (evidence.root / path).read_text(encoding="utf-8").splitlines()
@@ -32,7 +33,7 @@ def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
     if not found:
         raise UsageError("nothing is chosen: name a function, or give phase= or at=")
     if (total := sum(map(len, found))) > MOST_LINES:
-        raise UsageError(f"{total} lines are no excerpt, {MOST_LINES} are: cut them by lines=")
+        raise UsageError(f"{total} lines are more than {MOST_LINES}: cut the excerpt by lines=")
     code = "\n\n".join(narrowed(dedented(lines[part.start : part.stop])) for part in found)
     places = ", ".join(f"{part[0] + 1}\N{EN DASH}{part[-1] + 1}" for part in found)
     lines_linked = f"#L{found[0][0] + 1}-L{found[0][-1] + 1}"
@@ -41,14 +42,14 @@ def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def dedented(lines: Sequence[str]) -> str:
-    """At the margin, where pragmas stand already."""
+    """The lines moved to the margin, where pragmas stand already."""
     indents = [len(line) - len(line.lstrip()) for line in lines if line.strip() and line[0] != "#"]
     indent = min(indents, default=0)
     return "\n".join(line if line.startswith("#") else line[indent:] for line in lines)
 
 
 def narrowed(code: str) -> str:
-    """The code with each paragraph of a comment that is wider than COLUMNS filled anew."""
+    """The code, with comment paragraphs wider than COLUMNS wrapped anew."""
     return _PARAGRAPH.sub(_filled, code)
 
 
@@ -67,7 +68,7 @@ def _filled(paragraph: re.Match[str]) -> str:
 
 
 def _file(word: str, root: Path) -> PurePosixPath:
-    """File of a step, or of a header in INCLUDES. Raises UsageError."""
+    """Path of a step's file or of a header in INCLUDES. Raises UsageError for any other word."""
     path = PurePosixPath(parse_step(word).source) if find_steps(word) else INCLUDES / word
     if not (root / path).is_file():
         raise UsageError(f"{word!r} is neither a step, such as 9 or o2, nor a header in {INCLUDES}")
@@ -77,7 +78,8 @@ def _file(word: str, root: Path) -> PurePosixPath:
 def _ranges(
     lines: Sequence[str], functions: Sequence[str], arguments: Arguments
 ) -> Iterator[range]:
-    """Indices of what was asked for; lines= cuts each part. Raises UsageError."""
+    """Ranges of the chosen lines; lines= cuts each range. Raises UsageError if a choice matches
+    nothing."""
     for name in functions:
         yield function_lines(lines, name)[: arguments.number("lines", len(lines))]
     if phase := arguments.options.get("phase"):
@@ -95,7 +97,8 @@ def _match(lines: Sequence[str], pattern: str) -> int:
 
 
 def function_lines(lines: Sequence[str], name: str) -> range:
-    """The definition of a function at the margin, with the comment above it. Raises UsageError."""
+    """Lines of a function defined at the margin, with the comment above it. Raises UsageError if it
+    is absent."""
     named = re.compile(rf"\b{re.escape(name)}\(")
     for at, line in enumerate(lines):
         if not line[:1].strip() or line.startswith("//") or not named.search(line):
@@ -110,9 +113,9 @@ def function_lines(lines: Sequence[str], name: str) -> range:
 
 
 def phase_lines(lines: Sequence[str], number: str) -> range:
-    """The numbered phase of a kernel, up to the next one or the end of what it stands in.
+    """Lines of a kernel's numbered phase, up to the next phase or the end of its scope.
 
-    Raises UsageError.
+    Raises UsageError if the phase is absent.
     """
     title = re.compile(_PHASE.format(re.escape(number)))
     begin = next((n for n, line in enumerate(lines) if title.match(line)), None)

@@ -1,5 +1,5 @@
-"""Form of a step's page by its place in the course: its sections in order, and the length of the
-prose that stands open. Standard library only."""
+"""Form of a step's page by its place in the course: its sections in order, and the length of its
+unfolded prose. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FOLDED_SECTION = "The evidence"
 MOST_PICTURES = 1  # in "The idea"
 MOST_IDEA_SENTENCES = 4  # of a logbook page, the expectation included
 MOST_MOTIVATION_WORDS = 120
-# A reader's pace, for the reading times: prose of this kind with its formulas, and half a minute
-# for a picture, a table, or a piece of code.
+# A reader's pace, for the reading times: words of technical prose per minute, and half a minute per
+# picture, table, or piece of code.
 WORDS_PER_MINUTE = 150
 MINUTES_PER_BLOCK = 0.5
-_NOT_READ = ("nav", "next")  # kinds of blocks that are only links
+_NOT_READ = ("nav", "next")  # kinds of blocks that hold only links
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Form:
     """The form that pages of one place have.
 
     sections: in order, each with the kinds of block of which it needs one. most_words,
-    most_minutes: of what stands open. is_self_contained: whether that links to no page outside of
-    the path.
+    most_minutes: of the unfolded text. is_self_contained: whether the unfolded text must not link
+    to pages of the lab or the logbook.
     """
 
     sections: Mapping[str, str]
@@ -39,7 +39,7 @@ class Form:
 
     @property
     def motivation(self) -> str:
-        """The first section where it is one paragraph of motivation."""
+        """Name of the first section if it is one paragraph of motivation, else ""."""
         first = next(iter(self.sections))
         return "" if first == "The idea" else first
 
@@ -78,7 +78,7 @@ _BLOCK = "\0"  # stands for an open block
 
 
 def _open_text(parts: Sequence[Prose | Block]) -> str:
-    """The text that stands open, with `_BLOCK` for each block to read and each piece of code."""
+    """Unfolded text, with `_BLOCK` for each block to read and each piece of code."""
     text = "".join(
         part.text if isinstance(part, Prose) else _BLOCK * (part.kind not in _NOT_READ)
         for part in parts
@@ -90,25 +90,24 @@ def _open_text(parts: Sequence[Prose | Block]) -> str:
 
 
 def unfolded_prose(parts: Sequence[Prose | Block]) -> str:
-    """The text that stands open to a reader: no code, table, picture or heading, and nothing that
-    was generated."""
+    """Unfolded prose: no code, table, picture or heading, and no generated text."""
     text = _NO_PROSE.sub("", _open_text(parts).replace(_BLOCK, ""))
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def words(text: str) -> int:
-    """How many there are in Markdown; a link counts as its text."""
+    """Number of words in Markdown; a link counts as its text."""
     return len(re.findall(r"[^\W_]+(?:[-'.,/][^\W_]+)*", re.sub(r"\]\([^)]*\)", "]", text)))
 
 
 def reading_minutes(parts: Sequence[Prose | Block]) -> int:
-    """The time that a page takes, without what is folded and without exercises done."""
+    """Reading time of a page in minutes, without folded text and without doing the exercises."""
     minutes = words(unfolded_prose(parts)) / WORDS_PER_MINUTE
     return max(1, math.ceil(minutes + MINUTES_PER_BLOCK * _open_text(parts).count(_BLOCK)))
 
 
 def form_errors(place: str, parts: Sequence[Prose | Block]) -> Iterator[str]:
-    """Faults of a step's page, a line each. place: of the page, a key of FORMS."""
+    """Faults of a step's page, one line each. place: of the page, a key of FORMS."""
     form = FORMS[place]
     found = [*_sections(parts)]
     names = [section.name for section in found]
@@ -123,11 +122,11 @@ def form_errors(place: str, parts: Sequence[Prose | Block]) -> Iterator[str]:
         if kind and not set(kind.split("|")) & {*_kinds(inside[name])}:
             yield f'"{name}" needs a block build:{kind}'
     if (n := _kinds(inside["The idea"]).count("picture")) > MOST_PICTURES:
-        yield f'"The idea" has {n} pictures: one carries it'
+        yield f'"The idea" has {n} pictures: {MOST_PICTURES} at most'
     if (count := words(unfolded_prose(parts))) > form.most_words:
         yield f"{count} words are not folded: at most {form.most_words} on a page of the {place}"
     if (minutes := reading_minutes(parts)) > form.most_minutes:
-        yield f"it takes {minutes} minutes: {form.most_minutes} at most"
+        yield f"the page takes {minutes} minutes: {form.most_minutes} at most"
     if evidence := unfolded_prose(inside[FOLDED_SECTION]).strip():
         yield f'"{FOLDED_SECTION}" is not folded: {evidence.splitlines()[0][:60]!r}'
     if form.motivation:
@@ -140,13 +139,13 @@ def form_errors(place: str, parts: Sequence[Prose | Block]) -> Iterator[str]:
         for link in _LINK.finditer(unfolded_prose(parts)):
             page = page_at(FOLDER / link["page"])
             if page and page.place in (LAB, LOGBOOK):
-                yield f"it sends the reader to {page.name}, which is not on the path"
+                yield f"a link leads to {page.name}, which is not on the path: fold or drop it"
 
 
 def _motivation_errors(name: str, parts: Sequence[Prose | Block]) -> Iterator[str]:
     text = unfolded_prose(parts).strip()
     if (n := len(text.split("\n\n"))) > 1:
-        yield f'"{name}" has {n} paragraphs: it is one'
+        yield f'"{name}" has {n} paragraphs: 1 at most'
     if not 0 < (n := words(text)) <= MOST_MOTIVATION_WORDS:
         yield f'"{name}" has {n} words: 1 to {MOST_MOTIVATION_WORDS}'
 
@@ -162,7 +161,7 @@ def _kinds(parts: Sequence[Prose | Block]) -> list[str]:
 
 
 def _sections(parts: Sequence[Prose | Block]) -> Iterator[_Section]:
-    """What stands below each heading of the second level; prose is cut at them."""
+    """Sections of a page, one per heading of the second level; prose is cut at the headings."""
     section: _Section | None = None
     for part in parts:
         if isinstance(part, Block):

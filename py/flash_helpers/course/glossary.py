@@ -1,8 +1,8 @@
-"""The glossary: its terms, and the links to them from the first use on each page. Standard library
-only.
+"""The glossary: its terms, and the links to them from their first use on each page. Standard
+library only.
 
-A term is a heading of the third level of GLOSSARY; the line below it may tell how else it is
-written. A spelling stands for its plural too, and one in backticks for a code span.
+A term is a heading of the third level in GLOSSARY; the line below it may list other spellings. A
+spelling stands for its plural too, and a spelling in backticks for a code span.
 
     ### Bank conflict
     *also:* conflict
@@ -10,7 +10,7 @@ written. A spelling stands for its plural too, and one in backticks for a code s
     ### Ring
     *as in:* fragment ring · `ring`
 
-"as in": the heading's own word means other things elsewhere, and only these are linked.
+"as in": the heading's own word has other meanings elsewhere, and only these spellings are linked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SENTENCE = re.compile(r".+?\.(?=\s|$)|.+", re.S)
 _SEPARATOR = " · "
 
 _LINK = re.compile(r"!?\[(?P<label>(?:`[^`\n]*`|[^\[\]`])*)\]\((?P<target>[^()\s]*)\)")
-# What takes no link: it is blank when terms are looked for, in this order.
+# Text that takes no link: it is blanked, in this order, before the search for terms.
 _COMMENT = re.compile(r"<!-- (?P<name>\w+):begin -->.*?<!-- (?P=name):end -->|<!--.*?-->", re.S)
 _FOLD = re.compile(r"<(?P<end>/?)details\b")
 _INDENTED = re.compile(r"(?:\A|(?<=\n\n))(?:(?: {4}|\t).*(?:\n+|\Z))+")
@@ -45,13 +45,13 @@ _TAG = re.compile(r"<[^<>\n]+>|\bhttps?://\S+")
 
 
 class GlossaryError(ValueError):
-    """The glossary is not written as it must be."""
+    """A fault in the form of the glossary."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """title: the heading as it is read. spellings: of what is linked, in Markdown. definition: in
-    Markdown."""
+    """A term of the glossary. title: the heading, as plain text. spellings: texts that are linked,
+    in Markdown. definition: in Markdown."""
 
     title: str
     spellings: tuple[str, ...]
@@ -59,12 +59,12 @@ class Term:
 
     @property
     def anchor(self) -> str:
-        """Anchor of the heading, as GitHub and the site have it."""
+        """Anchor of the heading on GitHub and on the site."""
         return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
 
     @cached_property
     def sentence(self) -> str:
-        """The first one of the definition, without Markdown."""
+        """First sentence of the definition, without Markdown."""
         found = _SENTENCE.match(_LINK.sub(r"\g<label>", self.definition))
         return _SPACE.sub(" ", re.sub(r"[`*]", "", found[0])) if found else ""
 
@@ -75,7 +75,7 @@ class Term:
 
 
 def read_terms(root: Path) -> list[Term]:
-    """The terms of the repository's glossary; none where it has no glossary.
+    """Read the terms of the repository's glossary; none if the repository has no glossary.
 
     Raises GlossaryError, and OSError.
     """
@@ -84,8 +84,8 @@ def read_terms(root: Path) -> list[Term]:
 
 
 def parse_terms(text: str) -> list[Term]:
-    """The terms of a glossary. Raises GlossaryError for one without a definition, and for a name
-    that two terms have."""
+    """Parse the terms of a glossary. Raises GlossaryError for a term without a definition, and for
+    a name that two terms have."""
     terms = [_term(entry) for entry in _ENTRY.split(text)[1:]]
     owners: dict[str, Term] = {}
     for term in terms:
@@ -98,7 +98,7 @@ def parse_terms(text: str) -> list[Term]:
 
 def _term(entry: str) -> Term:
     heading = _HEADING.match(entry)
-    assert heading is not None  # entries begin with one
+    assert heading is not None  # each entry begins with a heading
     definition = _NEXT_GROUP.split(entry[heading.end() :])[0].strip()
     title = heading["title"].strip()
     if not definition:
@@ -108,14 +108,14 @@ def _term(entry: str) -> Term:
 
 
 def _lowered(title: str) -> str:
-    """As within a sentence: "Bank conflict" but "SM"."""
+    """A title as within a sentence: "bank conflict", but "SM"."""
     return title[0].lower() + title[1:] if title[1:2].islower() else title
 
 
 def link_first_uses(text: str, page: PurePosixPath, terms: Sequence[Term]) -> str:
-    """A page below FOLDER with a link from the first use of each term, and none from a later one;
-    other pages as they are. A use that is not folded away counts before one that is. In the
-    glossary each definition is a page of its own.
+    """A page below FOLDER with a link from the first use of each term, and none from later uses;
+    other pages unchanged. An unfolded use counts before a folded one. In the glossary each
+    definition counts as a page of its own.
 
     page: relative to the root of the repository.
     """
@@ -131,7 +131,8 @@ def link_first_uses(text: str, page: PurePosixPath, terms: Sequence[Term]) -> st
 
 
 def _linked(text: str, target: str, terms: Sequence[Term], own: str = "") -> str:
-    """own: anchor of the term that the text defines."""
+    """Text with links from first uses to `target`. own: anchor of the term that the text
+    defines."""
     parts = [
         (_unlinked(part.text, target), True)
         if isinstance(part, Prose)
@@ -155,7 +156,7 @@ def _linked(text: str, target: str, terms: Sequence[Term], own: str = "") -> str
 
 
 def _unlinked(text: str, target: str) -> str:
-    """Prose without the links to terms, those too that the glossary has no more."""
+    """Prose without links to terms, including terms that the glossary no longer has."""
 
     def label(found: re.Match[str]) -> str:
         return found["label"] if found["target"].startswith(f"{target}#") else found[0]
@@ -170,9 +171,9 @@ def _unlinked(text: str, target: str) -> str:
 def _visible(
     parts: Sequence[tuple[str, bool]], spellings: set[str]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text with all that takes no link blank, and where it is folded.
+    """The text with parts that take no link blanked, and the ranges that are folded.
 
-    parts: of the page, and whether they are prose. spellings: a code span that is one stays.
+    parts: of the page, and whether each is prose. spellings: code spans among these stay.
     """
     text = "".join(part if is_prose else _blank(part) for part, is_prose in parts)
     for code in (FENCED, _COMMENT):
@@ -203,14 +204,14 @@ def _inside(use: re.Match[str], folds: Sequence[tuple[int, int]]) -> bool:
 
 @dataclass(frozen=True)
 class _Spelled:
-    """All that is linked, as it may be written, and to what; pattern: finds the longest."""
+    """Terms by the spellings that are linked. pattern: finds the longest spelling."""
 
     terms: Mapping[str, Term]
     pattern: re.Pattern[str]
 
     @property
     def code_spans(self) -> set[str]:
-        """Those in backticks."""
+        """Spellings in backticks."""
         return {written for written in self.terms if written.startswith("`")}
 
 
@@ -224,14 +225,14 @@ def _spelled(terms: tuple[Term, ...]) -> _Spelled:
     }
     code = [written for written in found if written.startswith("`")]
     words = [written for written in found if not written.startswith("`")]
-    # What stands before is looked at first: at most places nothing can begin.
+    # The lookbehind comes first: at most places no spelling can begin.
     pattern = rf"(?<![\w./@$%`-])(?:{_any_of(words)})(?![\w-]|[./]\w)"
     return _Spelled(found, re.compile(f"{pattern}|{_any_of(code)}" if code else pattern))
 
 
 def _any_of(spellings: Iterable[str]) -> str:
-    """A pattern that finds the longest. Of more than a thousand, those are tried whose first letter
-    is there."""
+    """Pattern that finds the longest spelling. It groups more than a thousand spellings by their
+    first letter, so that only one group is tried at each place."""
     groups = []
     ordered = sorted(spellings, key=lambda written: (written[0], -len(written)))
     for first, alike in itertools.groupby(ordered, key=lambda written: written[0]):

@@ -4,8 +4,8 @@
     ...
     <!-- /build -->
 
-The two stand on lines of their own, at the margin. Markers in fenced code blocks and in code spans
-are text like any other.
+Each marker stands on a line of its own, at the margin. Markers in fenced code blocks and in code
+spans are plain text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 END = "<!-- /build -->"
-# A fenced code block; the end of the text closes one that nothing else does.
+# A fenced code block; the end of the text closes an open one.
 FENCED = re.compile(
     r"^ {0,3}(?P<mark>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>.*)\n?"
     r"(?P<inside>(?s:.*?))(?:^ {0,3}(?P=mark)[`~]*[ \t]*$|\Z)",
@@ -32,7 +32,7 @@ _TRACE = re.compile(r".*<!--[ \t]*/?[ \t]*build\b.*")
 
 
 class MarkerError(ValueError):
-    """A marker that will not do. line: counted from 1."""
+    """A fault of a marker. line: counted from 1."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class MarkerError(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """A pair of markers. body: what stands between them. line: of the first marker, from 1."""
+    """A pair of markers. body: text between them. line: of the first marker, from 1."""
 
     kind: str
     arguments: str
@@ -63,11 +63,11 @@ class Prose:
 
 
 def parse(text: str) -> list[Prose | Block]:
-    """The parts of a page, in order.
+    """Parse the parts of a page, in order.
 
     Raises MarkerError for a marker without its partner, inside another pair, or out of place.
     """
-    # markers in code are none: search a copy in which it is blank
+    # Markers in code do not count: search a copy of the text in which code is blank.
     visible = _CODE.sub(lambda code: re.sub(".", "\0", code[0]), text)
     parts: list[Prose | Block] = []
     at = 0
@@ -87,7 +87,7 @@ def _line(text: str, at: int) -> int:
 
 
 def _refuse_traces(visible: str, begin: int, end: int) -> None:
-    """Raise MarkerError for a marker that is left over between two pairs."""
+    """Raise MarkerError for a marker without a partner between two pairs."""
     trace = _TRACE.search(visible, begin, end)
     if trace is None:
         return
@@ -99,7 +99,7 @@ def _refuse_traces(visible: str, begin: int, end: int) -> None:
         if following and following["kind"]:
             raise MarkerError(
                 _line(visible, following.start()),
-                f"a marker inside the pair that line {line} opens: close that with {END}",
+                f"a marker inside the pair that line {line} opens: close the pair with {END}",
             )
         raise MarkerError(line, f"{found} is never closed: add a line {END}")
     raise MarkerError(

@@ -1,5 +1,5 @@
-"""Speed of a kernel as the pages tell it: in the unit of its operation, and beside the library that
-is 100% there. All pages ask here, and nothing else of the course names a unit or a library."""
+"""Speed of a kernel on the pages: in the unit of its operation, and in percent of a library. No
+other module of the course names a unit or a library."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flash_helpers.registry.family import Family
 class Metric:
     """Unit and comparison of an operation's speeds.
 
-    unit: of a speed. library: contender that is 100%. title: its full name. short: its name in
-    tables. term: anchor of the short name in the glossary. beside: short names of further
-    libraries, by contender, of which the fastest is drawn beside kernels that need one
-    architecture's own instructions.
+    unit: of a speed. library: contender that is 100%. title: the library's full name. short: its
+    name in tables. term: anchor of the short name in the glossary.
+    beside: short names of further libraries, by contender. The fastest of them is drawn beside
+    kernels that use one architecture's own instructions.
     """
 
     unit: str
@@ -46,14 +46,14 @@ def metric_of(family: Family) -> Metric:
 
 
 def speed(results: BenchmarkResults, config: Config, length: int | None = None) -> float | None:
-    """Speed in the metric's unit: at one length, or the harmonic mean over all; None where it was
-    not measured."""
+    """Speed in the metric's unit: at one length, or the harmonic mean over all lengths; None if it
+    was not measured."""
     return results.speed(config.short_form(), config.dtype.short, length)
 
 
 def share(
     results: BenchmarkResults, contender: Config | str, dtype: str, length: int | None = None
 ) -> float | None:
-    """Speed over that of the metric's library, of a config or of a library's contender."""
+    """Ratio of the speed of a config or of a library's contender to the metric's library."""
     name = contender if isinstance(contender, str) else contender.short_form()
     return results.of_first(name, dtype, length)

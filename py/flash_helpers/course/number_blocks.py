@@ -1,4 +1,4 @@
-"""A few rows of the tables of the evidence, for the sentence that stands beside them."""
+"""Blocks with a few rows of the evidence's tables, to support the sentences beside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = Iterator[Sequence[str]]
 
 
 def _sass_rows(evidence: Evidence, configs: Sequence[Config], architecture: str) -> Rows:
-    """Rows of `build:sass`, and one for each opcode in each phase, such as "main loop, FMNMX"."""
+    """Rows of `build:sass`, and one per phase and opcode, such as "main loop, FMNMX"."""
     found = [evidence.facts(config, architecture) for config in configs]
     yield from with_owners(count_rows(found))
     yield shared_memory_row(configs)
@@ -64,7 +64,7 @@ SOURCES: Mapping[str, Callable[[Evidence, Sequence[Config], str], Rows]] = {
 
 
 def numbers_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The rows of each source whose label matches its option, in one table, equal ones too.
+    """Table of the rows of each source whose label matches the source's option, equal rows too.
 
     Raises UsageError for an option that matches no row.
     """

@@ -14,8 +14,8 @@ README = PurePosixPath("README.md")
 CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
 GLOSSARY, MAP = FOLDER / "glossary.md", FOLDER / "map.md"
 START, AND_THEN = "Start", "And then"  # parts of no family
-REFERENCE = "Reference"  # the part of pages that are looked up
-# Families whose core pages are read in one evening; another family's are a part of their own.
+REFERENCE = "Reference"  # the part of the reference pages
+# Families whose core pages are read in one evening. Other families' core pages have their own part.
 EVENINGS: Mapping[str, tuple[str, ...]] = {
     "First evening": ("ampere", "overlap"),
     "Second evening": ("hopper",),
@@ -26,9 +26,9 @@ EVENINGS: Mapping[str, tuple[str, ...]] = {
 class Page:
     """One Markdown file below FOLDER.
 
-    title: as links and the site's menu show it. part: of the course, below which the menu has it;
-    none for a page that is looked up. place: CORE and so on of a page on the path or of a step; ""
-    for any other. step: id of the step that the page is about, if it is about one.
+    title: in links and in the site's menu. part: of the course, and heading in the menu; "" for a
+    reference page. place: such as CORE, for a page on the path or of a step; "" for any other page.
+    step: id of the page's step; "" if the page is not about a step.
     """
 
     name: str
@@ -39,23 +39,23 @@ class Page:
 
     @property
     def in_course(self) -> bool:
-        """Whether it stands in a part."""
+        """Whether the page is in a part of the course."""
         return bool(self.part)
 
     @property
     def path(self) -> PurePosixPath:
-        """Relative to the root of the repository."""
+        """Path relative to the root of the repository."""
         return FOLDER / self.name
 
 
 def file_stem(step: Step) -> str:
-    """Beginning of the names of files about a step: "09" for v9, as for all steps of the first
-    family, "o3" for one of another."""
+    """Beginning of the names of files about a step: "09" for v9, a step of the first family, and
+    "o3" for a step of another family."""
     return f"{step.number:02}" if step.family == next(iter(FAMILIES)) else step.id
 
 
 def _of_steps(part: str, place: str, families: Iterable[str]) -> Iterator[Page]:
-    """The pages of that place about steps of the families."""
+    """Pages of a place about steps of the families."""
     for step in (step for name in families for step in FAMILIES[name].steps.values()):
         if step.place == place:
             stem = file_stem(step)
@@ -64,7 +64,7 @@ def _of_steps(part: str, place: str, families: Iterable[str]) -> Iterator[Page]:
 
 
 def _cores() -> Iterator[Page]:
-    """The path, by evenings."""
+    """Core pages, by evenings."""
     for part, families in EVENINGS.items():
         if families[0] == next(iter(FAMILIES)):
             yield Page("quickstart.md", "Quick start", part, CORE)
@@ -96,17 +96,17 @@ COURSE: tuple[Page, ...] = tuple(page for page in PAGES if page.in_course)
 
 
 def page_at(path: PurePosixPath) -> Page | None:
-    """The page of that path, relative to the root of the repository, if it is in the list."""
+    """The page at a path relative to the root of the repository; None if the list lacks it."""
     return next((page for page in PAGES if page.path == path), None)
 
 
 def page_of_step(step: str) -> Page | None:
-    """The page about the step of that id, if there is one."""
+    """The page about the step with an id; None without one."""
     return next((page for page in PAGES if page.step == step), None)
 
 
 def neighbours(page: Page) -> tuple[Page | None, Page | None]:
-    """The pages of the course before and after one of them; None at its ends."""
+    """The pages of the course before and after a page; None at the ends of the course."""
     around = (None, *COURSE, None)
     at = around.index(page)
     return around[at - 1], around[at + 1]
@@ -119,5 +119,5 @@ def all_pages(root: Path) -> list[PurePosixPath]:
 
 
 def absent_pages(root: Path) -> list[PurePosixPath]:
-    """Pages of the list that nobody has written."""
+    """Pages of the list that do not exist yet."""
     return [page.path for page in PAGES if not (root / page.path).is_file()]

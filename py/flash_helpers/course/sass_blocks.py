@@ -26,7 +26,7 @@ from flash_helpers.sass.read.flow import may_execute
 from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
 from flash_helpers.sass.show.report_text import SourceText
 
-# Names of the parts of a kernel, and of their counts in `PhaseCounts`.
+# Names of a kernel's parts, and names of their counts in `PhaseCounts`.
 PHASES: Mapping[str, str] = {"main": "main_loop", "prologue": "prologue", "epilogue": "epilogue"}
 _OUTSIDE = ("prologue", "epilogue")
 _LISTED = 12
@@ -42,7 +42,8 @@ LISTING_NOTE = (
 
 
 def sass_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A column for each kernel, and the change if there are two; then the opcodes that changed."""
+    """Table with one column per kernel, and the change between two kernels; then the opcodes that
+    changed."""
     architecture, configs = arguments.architecture(), arguments.kernels()
     found = [evidence.facts(config, architecture) for config in configs]
     return "\n\n".join(
@@ -58,7 +59,7 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def count_rows(found: Sequence[ConfigFacts]) -> Iterator[list[str]]:
-    """Registers, blocks, and instructions by phase and class."""
+    """Rows for registers, blocks, and instructions by phase and class."""
     yield row("registers per thread", [facts.kernel.resources.registers for facts in found])
     spills = [spills_text(facts) for facts in found]
     if set(spills) != {"0"}:
@@ -86,7 +87,7 @@ def _tensor_name(found: Sequence[ConfigFacts]) -> str:
 
 
 def phase_counts(facts: ConfigFacts, phase: str) -> Counts:
-    """The counted text of one of PHASES. Raises UsageError for a main loop that is not there."""
+    """Counts of the text of one of PHASES. Raises UsageError for a kernel without a main loop."""
     counts: Counts | None = getattr(facts.phases, PHASES[phase])
     if counts is None:
         raise UsageError(f"{facts.config.short_form()} has no loop")
@@ -110,8 +111,8 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
         *words_note(arguments),
         *arguments.once(compiled_for(found[-1], architecture)),
         *arguments.once(
-            "The bounds leave out bank conflicts, the latency of memory, and instructions whose "
-            "cost no source tells."
+            "The bounds leave out bank conflicts, the latency of memory, and instructions of "
+            "unknown cost."
         ),
     ]
     if _is_measured(found):
@@ -126,7 +127,7 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def bound_rows(found: Sequence[ConfigFacts]) -> list[list[str]]:
-    """Cycles at least by limit, and of a launch if all were measured."""
+    """Rows of least cycles by limit, and of the least time of a launch if all were measured."""
     each = [facts.bound_cycles or {} for facts in found]
     limits = (ISSUE, LATENCY)
     names = [*dict.fromkeys(n for cycles in each for n in cycles if n not in limits), *limits]
@@ -157,7 +158,7 @@ def _limit(name: str) -> str:
 
 
 def listing_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Instructions of one phase that match, each below the source line that it came from."""
+    """Matching instructions of one phase, each below its source line."""
     config = parse_kernel(arguments.words[0])
     architecture = arguments.architecture()
     phase = arguments.choice("phase", PHASES, "main")
@@ -217,6 +218,7 @@ def _listing(instructions: Sequence[Instruction], file: str, source: SourceText)
 
 
 def _own_line(instruction: Instruction, file: str) -> SourceLine | None:
-    """Where the kernel's own file has it, or what it was inlined into there; else where it is."""
+    """Source line of an instruction in the kernel's own file, or of the call there that it was
+    inlined into; else its line in another file."""
     own = (line for line in instruction.source if line.file == file)
     return next(own, instruction.source[0] if instruction.source else None)

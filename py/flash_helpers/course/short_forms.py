@@ -12,8 +12,8 @@ from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.family import Family
 from flash_helpers.registry.selection import UsageError
 
-# By the name of the field, in Markdown for the page of the glossary. A field that is not here has
-# the comment that its config gives it.
+# Meanings by the name of the field, in Markdown for the page of the glossary. For other fields the
+# comment in the config's class serves.
 _MEANINGS: Mapping[str, str] = {
     "dtype": "format of the elements, [bf16 or fp16](#bf16)",
     "d_head": "columns of Q, K, V and O, [d_head](#d_head)",
@@ -25,20 +25,20 @@ _MEANINGS: Mapping[str, str] = {
     "swizzled": "tiles in shared memory are [swizzled](#swizzle)",
     "Q_mma_load_K_tiles": "[k-tiles](#k-tile) of Q that are loaded into registers at once; "
     "0: the whole tile, loaded once and kept",
-    "K_mma_load_K_tiles": "the same of K; 0: the whole tile",
-    "V_mma_load_K_tiles": "the same of V; 0: the whole tile",
+    "K_mma_load_K_tiles": "the same for K; 0: the whole tile",
+    "V_mma_load_K_tiles": "the same for V; 0: the whole tile",
     "mma_double_buffer_loads": "fragments of K and V are [double-buffered](#double-buffer)",
     "optimized_softmax": "the [scale is folded](#folded-scale) into one FFMA",
     "static_row_stride": "[static stride](#static-stride), in elements",
     "K_slots": "of family hopper: [tiles](#tile) of K in shared memory, a [ring](#ring)",
-    "V_slots": "of family hopper: the same of V",
+    "V_slots": "of family hopper: the same for V",
     "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
     "causal": "a causal mask, aligned to the bottom right: the last query sees all keys",
 }
 
 
 def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The parts of the fixed configs of each family, in order."""
+    """Table of the parts of each family's fixed configs, in order."""
     rows: dict[str, list[str]] = {}
     for field, part, meaning in (row for family in FAMILIES.values() for row in _rows(family)):
         rows.setdefault(field, [f"`{part}`", f"`{field}`", meaning])
@@ -46,8 +46,8 @@ def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def _rows(family: Family) -> Iterator[tuple[str, str, str]]:
-    """Name, part and meaning of each field; the part is that of the last step that has it in its
-    fixed config. A flag that none sets has its word."""
+    """Name, part and meaning of each field. The part is taken from the last step with the field in
+    its fixed config; for a flag that no fixed config sets, it is the flag's word."""
     for field in fields(family.config):
         part = field.metadata["short"]
         meaning = _MEANINGS.get(field.name, field.metadata["comment"])

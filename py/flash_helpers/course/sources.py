@@ -1,5 +1,4 @@
-"""Changes between the files of two steps: the code alone, without comments. Standard library
-only."""
+"""Changes between the files of two steps, in code without comments. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from flash_helpers.registry.selection import UsageError
 
 _FOLDED = "vN"
 _CONTEXT = 3  # lines around a change
-# A literal is matched as a whole, so that what looks like a comment in it stays.
+# A literal is matched as a whole, so that text in it that looks like a comment stays.
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|/\*.*?\*/)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL
 )
@@ -22,8 +21,8 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line that holds code. number: of the line in the file, from 1. after_gap: an empty line
-    stands before it, or before the comment before it."""
+    """A line that holds code. number: of the line in the file, from 1. after_gap: whether an empty
+    line stands before it, or before the comment above it."""
 
     number: int
     text: str
@@ -32,8 +31,8 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class CodeDiff:
-    """text: in the form of a unified diff, whose hunks are numbered by the lines of the files,
-    comments included."""
+    """Changes between two files. text: a unified diff whose hunks have the line numbers of the
+    files, comments counted."""
 
     text: str
     removed: int
@@ -41,7 +40,7 @@ class CodeDiff:
 
     @property
     def changed(self) -> int:
-        """Lines removed and added."""
+        """Number of removed and added lines."""
         return self.removed + self.added
 
 
@@ -53,9 +52,10 @@ def without_comments(text: str) -> str:
 
 
 def code_lines(step: Step, root: Path) -> list[CodeLine]:
-    """The lines of a kernel's file that are neither empty nor comment, its namespace written vN.
+    """Lines of a kernel's file that are neither empty nor comments, with the namespace written as
+    vN.
 
-    root: of the repository. Raises UsageError if the file is not there.
+    root: of the repository. Raises UsageError if the file is absent.
     """
     path = root / step.source
     try:
@@ -99,7 +99,7 @@ def code_diff(before: Step, after: Step, root: Path) -> CodeDiff:
 
 
 def _marked(mark: str, lines: Sequence[CodeLine]) -> Iterator[str]:
-    """The lines of a hunk; empty lines between them are shown, and are no change."""
+    """Lines of a hunk; empty lines between them are shown and do not count as changes."""
     for at, line in enumerate(lines):
         if at and line.after_gap:
             yield ""
@@ -110,7 +110,7 @@ def _hunk_header(
     old: list[CodeLine], new: list[CodeLine], first: tuple[str, int, int, int, int]
 ) -> str:
     _, a_from, _, b_from, _ = first
-    # what the hunk stands in: the nearest line before it that begins at the margin
+    # The hunk's scope: the nearest line before it that begins at the margin.
     above = (line.text for line in reversed(new[: b_from + 1]))
     inside = next((text for text in above if re.match(r"[A-Za-z_]", text)), "")
     return f"@@ -{_number(old, a_from)} +{_number(new, b_from)} @@ {inside}".rstrip()

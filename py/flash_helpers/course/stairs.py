@@ -1,8 +1,8 @@
-"""The staircase of a family: one picture of all its steps, drawn from what was measured.
+"""The staircase of a family: one picture of all its steps, drawn from measurements.
 
 The page of a step refers to the picture by the step's name (`hopper.svg#step-h12`), and a style
-sheet inside of the picture lights the step that is named (CSS Selectors Level 4, ":target"). A
-viewer that drops the name shows the staircase with no step lit.
+sheet in the picture lights the named step (CSS Selectors Level 4, ":target"). A viewer that drops
+the name shows the staircase without a lit step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = PurePosixPath("docs/images/stairs")
-FIXED, LARGE = "fixed", "large"  # tiles of a family that takes both, fields of Stair
+FIXED, LARGE = "fixed", "large"  # tiles of a family that takes both; fields of Stair
 OWN = "own"  # the one tile of a family that takes no large one
 
 _SIZE = (6.0, 2.1)  # inches
@@ -45,17 +45,17 @@ _STYLE = '<style>[id^="step-"]{opacity:0}[id^="step-"]:target{opacity:1}</style>
 
 
 def stairs_path(family: str) -> PurePosixPath:
-    """Place of a family's picture in the repository."""
+    """Path of a family's picture in the repository."""
     return FOLDER / f"{family}.svg"
 
 
 def stairs_link(step: Step) -> PurePosixPath:
-    """The picture of a step's family with that step lit."""
+    """Link to the picture of a step's family with that step lit."""
     return FOLDER / f"{step.family}.svg#step-{step.id}"
 
 
 def has_tiles(family: Family) -> bool:
-    """Whether some of its steps take the large tile beside the fixed one."""
+    """Whether some of a family's steps take the large tile besides the fixed one."""
     return any(large_tile(fixed_config(step)) for step in family.steps.values())
 
 
@@ -69,9 +69,9 @@ def tile_configs(step: Step) -> dict[str, Config | None]:
 
 
 def stairs_numbers(family: Family, results: BenchmarkResults) -> Numbers:
-    """Percent of the reference's speed by step and tile, and of the libraries beside them.
+    """Percent of the reference's speed, by step and tile and for the libraries.
 
-    None where a step does not take a tile or was not measured there.
+    A number is None if a step does not take a tile or was not measured there.
     """
 
     metric = metric_of(family)
@@ -96,13 +96,13 @@ def stairs_numbers(family: Family, results: BenchmarkResults) -> Numbers:
 
 
 def stairs_svg(numbers: Numbers) -> str:
-    """Text of the SVG file. Raises PlotError without matplotlib."""
+    """Text of the picture's SVG file. Raises PlotError without matplotlib."""
     text = figure_svg(stairs_figure(numbers), json.dumps(numbers))
     return text.replace("<defs>", f"{_STYLE}\n <defs>", 1)
 
 
 def stairs_figure(numbers: Numbers) -> Figure:
-    """The picture. Raises PlotError without matplotlib."""
+    """Draw the picture. Raises PlotError without matplotlib."""
 
     def draw(axes: Axes) -> None:
         steps, lines = numbers["steps"], numbers["lines"]
@@ -132,7 +132,7 @@ def stairs_figure(numbers: Numbers) -> Figure:
 
 
 def stale_stairs(root: Path) -> dict[Path, Numbers]:
-    """Files of these pictures that are absent or show other numbers than were measured, with the
+    """Files of pictures that are absent or whose numbers differ from the measurements, with the
     numbers to draw. root: of the repository. Raises as `load_results` does."""
     by_family = results_by_family(root, load_results(root / RESULTS))
     stale = {}

@@ -1,4 +1,4 @@
-"""Blocks about a step as a whole: what it takes, and what it changed in the source."""
+"""Blocks about a step as a whole: its resources, and its changes to the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
 
 
 def facts_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A column for the parent and one for the step."""
+    """Table with one column for the parent and one for the step."""
     step = arguments.step()
     configs = with_parent(step)
     rows = [
@@ -50,18 +50,18 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def shared_memory_row(configs: Sequence[Config]) -> list[str]:
-    """Shared memory of a thread block of each config."""
+    """Row of the shared memory per thread block of each config."""
     return ["shared memory per block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)]
 
 
 def occupancy(facts: ConfigFacts) -> Occupancy:
-    """Blocks and warps per SM, which are known of each kernel of the library."""
+    """Blocks and warps per SM, which are known for each kernel of the library."""
     assert facts.occupancy is not None
     return facts.occupancy
 
 
 def spills_text(facts: ConfigFacts) -> str:
-    """Bytes stored and loaded; 0 where there are no spills."""
+    """Spilled bytes stored and loaded, in words; "0" without spills."""
     resources = facts.kernel.resources
     if not resources.spill_store_bytes and not resources.spill_load_bytes:
         return "0"
@@ -69,17 +69,17 @@ def spills_text(facts: ConfigFacts) -> str:
 
 
 def compiled_by(facts: ConfigFacts) -> str:
-    """The sentence that names dtype and compiler."""
+    """Sentence that names dtype and compiler."""
     return f"{facts.config.dtype.short}, compiled by {facts.kernel.compiler}."
 
 
 def compiled_for(facts: ConfigFacts, architecture: str) -> str:
-    """The same, and what it is compiled for on an architecture such as "sm_90"."""
+    """Sentence that names dtype, compiler, and the target for an architecture such as "sm_90"."""
     return f"{target_of(facts.config.family, architecture)}, {compiled_by(facts)}"
 
 
 def diff_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The diff of the code against the parent."""
+    """Diff of a step's code against its parent's."""
     step = arguments.step()
     diff = evidence.step_diff(step)
     return f"```diff\n{diff.text}\n```"

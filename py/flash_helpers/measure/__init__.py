@@ -1,1 +1,1 @@
-"""Cost of kernels in time, counters and machine code; and how results are kept and shown."""
+"""Cost of kernels in time, counters and machine code; files and tables of the results."""

@@ -64,11 +64,11 @@ def asked_sizes(arguments: argparse.Namespace, operation: Operation) -> list[int
 def measured_problem(
     arguments: argparse.Namespace, operation: Operation, size: int | None = None
 ) -> Problem:
-    """Return the problem that is measured at a size, with the options asked for; what follows from
-    them, such as the batch from the heads, follows.
+    """Return the problem that is measured at a size, with the options asked for. Fields that depend
+    on them are set too, such as the batch, which depends on the number of heads.
 
-    size: None takes the option's, or else the usual problem's. Raises ValueError as the problem's
-    class does.
+    size: None takes the option's size, or else the usual problem's. Raises ValueError as the
+    problem's class does.
     """
     if size is None:
         asked = getattr(arguments, operation.swept, None)
@@ -92,7 +92,8 @@ def one_operation(configs: Iterable[Config]) -> Operation:
 def chosen_operation(
     built: Sequence[Config], selectors: Sequence[str], dtypes: Iterable[Element]
 ) -> Operation:
-    """Return the operation of the built kernels that the selectors name, the first without one.
+    """Return the operation of the built kernels that the selectors name; without selectors, the
+    first operation.
 
     Raises UsageError as `select_kernels` does, and if the kernels are of several operations.
     """
@@ -102,7 +103,7 @@ def chosen_operation(
 
 
 def problem_options(problem: Problem) -> list[str]:
-    """Return the options that ask for a problem on a command line, but its dtype
+    """Return the options that ask for a problem on a command line, without the dtype
     (`selection.add_problem_options`)."""
     found = []
     for field in fields(problem):

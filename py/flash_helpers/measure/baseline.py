@@ -1,4 +1,4 @@
-"""Resources of each kernel, kept in a file, so that a change that makes one worse is seen."""
+"""Resources of each kernel, kept in a file, so that a change for the worse is noticed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ FORMAT = 1
 class KernelFigures:
     """One kernel compiled for one architecture.
 
-    kernel: its config's short form. architecture: such as "sm_90". registers, stack_bytes and
-    spill bytes: a thread; None as in `Resources`. smem_bytes: a block, static and dynamic.
-    blocks_per_sm: resident at a time; None for an architecture whose limits are not known.
-    loop_instructions: those in the text of the main loop that are executed or predicated;
+    kernel: short form of its config. architecture: such as "sm_90".
+    registers, stack_bytes and the spilled bytes: per thread; None as in `Resources`.
+    smem_bytes: static and dynamic, per thread block. blocks_per_sm: thread blocks resident at a
+    time; None for an architecture whose limits are not known.
+    loop_instructions: instructions in the text of the main loop that are executed or predicated.
     loop_hmma: the tensor instructions among them. Both are 0 in a kernel without a loop.
-    between_hgmma, moves_between_hgmma: as in `product_gaps`, of the main loop; 0 without HGMMA.
+    between_hgmma, moves_between_hgmma: as in `product_gaps`, for the main loop; 0 without HGMMA.
     """
 
     kernel: str
@@ -54,14 +55,14 @@ class KernelFigures:
 
     @property
     def instructions_per_hmma(self) -> Fraction | None:
-        """Instructions of the main loop for each tensor instruction; exact."""
+        """Instructions of the main loop per tensor instruction; exact."""
         return Fraction(self.loop_instructions, self.loop_hmma) if self.loop_hmma else None
 
 
 @dataclass(frozen=True)
 class Quantity:
     """A compared number. is_worse: whether a change from the first value to the second is for the
-    worse; asked only of values that differ and are not None."""
+    worse; called only with values that differ and are not None."""
 
     label: str
     value: Callable[[KernelFigures], Any]
@@ -78,8 +79,8 @@ QUANTITIES = (
     Quantity("spill loads, bytes", lambda f: f.spill_load_bytes, operator.lt),
     Quantity("stack, bytes", lambda f: f.stack_bytes, operator.lt),
     Quantity("shared memory, bytes", lambda f: f.smem_bytes, operator.lt),
-    Quantity("blocks an SM", lambda f: f.blocks_per_sm, operator.gt),
-    # The tile shape gives their number: with another one the loop is another, unrolled or cut up.
+    Quantity("blocks per SM", lambda f: f.blocks_per_sm, operator.gt),
+    # The tile shape gives their number. With another number the compiler unrolled or cut the loop.
     Quantity("HMMA in the loop", lambda f: f.loop_hmma, _always),
     Quantity("instructions per HMMA", lambda f: f.instructions_per_hmma, operator.lt),
     Quantity("instructions between HGMMA", lambda f: f.between_hgmma, operator.lt),
@@ -94,12 +95,12 @@ class Baseline:
     figures: dict[Compiler, dict[tuple[str, str], KernelFigures]] = field(default_factory=dict)
 
     def of(self, compiler: Compiler) -> dict[tuple[str, str], KernelFigures]:
-        """Figures of one compiler's kernels; empty if the baseline lacks the compiler or it is
-        not known."""
+        """Figures of one compiler's kernels; empty if the compiler is not known or the baseline
+        lacks it."""
         return self.figures.get(compiler, {}) if compiler.name else {}
 
     def nearest(self, compiler: Compiler) -> Compiler:
-        """The compiler of the baseline that comes next before this one, or the first after it.
+        """The baseline's latest compiler before this one, or else the first after it.
 
         Raises SassError if the baseline is empty.
         """
@@ -110,22 +111,22 @@ class Baseline:
         return before[-1] if before else known[0]
 
     def updated(self, compiler: Compiler, found: Sequence[KernelFigures]) -> Baseline:
-        """The same with all that it tells of one compiler and of the architectures and steps in
-        `found` replaced.
+        """A baseline in which `found` replaces the figures of one compiler for the architectures
+        and steps in `found`.
 
-        Raises SassError for a compiler that is not known, as two such need not be the same.
+        Raises SassError for an unknown compiler, since two unknown compilers may differ.
         """
         if not compiler.name:
             raise SassError(
-                "the library does not tell which compiler made it, as those of CUDA 12.4 do not: "
-                "build it with CUDA 13 or later"
+                "the library does not name its compiler, as libraries built with CUDA 12.4 do "
+                "not: build it with CUDA 13 or later"
             )
         read = _Read.of(found)
         kept = {key: figures for key, figures in self.of(compiler).items() if not read.covers(key)}
         return Baseline({**self.figures, compiler: {**kept, **by_kernel(found)}})
 
     def to_json(self) -> str:
-        """Text for a file, in a fixed order; one line a kernel, so that differences can be read."""
+        """Text for a file, in a fixed order; one line per kernel, so that a diff is readable."""
         compilers = []
         for compiler in sorted(self.figures, key=lambda other: (other.name, other.version)):
             head = json.dumps({"name": compiler.name, "version": compiler.version})
@@ -157,7 +158,7 @@ class _Document:
 def load_baseline(path: Path) -> Baseline:
     """Read what `Baseline.save` wrote.
 
-    Raises SassError if it is not there, cannot be read, or holds something else.
+    Raises SassError if the file is absent, cannot be read, or holds something else.
     """
     try:
         document = msgspec.json.decode(path.read_bytes(), type=_Document)
@@ -179,7 +180,7 @@ def by_kernel(found: Iterable[KernelFigures]) -> dict[tuple[str, str], KernelFig
 
 
 def natural(name: str) -> list[str | int]:
-    """A key that sorts v2 before v10."""
+    """Sort key that puts v2 before v10."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if part.isdecimal() else part for part in parts]
 
@@ -214,13 +215,14 @@ def read_library(
     *,
     progress: Progress | None = None,
 ) -> tuple[Compiler, list[KernelFigures]]:
-    """The compiler of a kernel library, and what it made.
+    """The compiler of a kernel library, and the figures of the kernels that it made.
 
-    architectures: such as ["sm_90"]; None takes all that are in it. progress: as for
+    architectures: such as ["sm_90"]; None takes all in the library. progress: as for
     `reader.load_kernels`, for each architecture.
 
-    Other kernels in it are left out. Raises SassError as `reader.load_kernels` does, if there is no
-    forward kernel of this repository, and if several compilers made them.
+    Kernels that are not of this repository are left out. Raises SassError as `reader.load_kernels`
+    does, if the library holds no forward kernel of this repository, and if several compilers made
+    its kernels.
     """
     listed = reader.list_kernels(path)
     configs = {symbol: config for _, symbol in listed if (config := find_config(symbol))}
@@ -230,7 +232,7 @@ def read_library(
     compilers = set()
     found = []
     for architecture in architectures or there:
-        # A family may be there for one architecture alone. Where none is, the reader says so.
+        # A family may be built for one architecture alone. If none is, the reader raises.
         own = [symbol for found_for, symbol in listed if found_for == architecture]
         wanted = [symbol for symbol in own or configs if symbol in configs]
         for kernel in reader.load_kernels(
@@ -246,7 +248,7 @@ def read_library(
 
 @dataclass(frozen=True)
 class _Read:
-    """Architectures and steps that a library was built with, as its figures show."""
+    """Architectures and steps that a library was built with, according to its figures."""
 
     architectures: frozenset[str]
     steps: frozenset[str]
@@ -262,19 +264,19 @@ class _Read:
         return key[1] in self.architectures and _step(key[0]) in self.steps
 
     def lacks(self, keys: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        """Architectures and steps that kernels are of, but none that was read."""
+        """Architectures and steps in the keys that no kernel of the library has."""
         wanted = {architecture for _, architecture in keys} | {_step(kernel) for kernel, _ in keys}
         return tuple(sorted(wanted - self.architectures - self.steps, key=natural))
 
 
 def _step(kernel: str) -> str:
-    """The id of a kernel's step, which its short form begins with."""
+    """Id of a kernel's step, the beginning of the kernel's short form."""
     return kernel.partition("_")[0]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A quantity of one kernel that is not what it was."""
+    """A quantity of one kernel that changed."""
 
     kernel: str
     architecture: str
@@ -288,10 +290,12 @@ class Difference:
 class Comparison:
     """A library beside a baseline.
 
-    compared: kernels on both sides, each architecture counted. differences: the worse ones first.
-    missing: kernels and architectures that the baseline has and the library not, although it has
-    the architecture and others of the step. new: those that the baseline does not have. left_out:
-    architectures and steps of the baseline that were not read.
+    compared: number of kernels on both sides, counted for each architecture.
+    differences: changes for the worse first.
+    missing: kernels and architectures of the baseline that the library lacks, although it holds the
+    architecture and other kernels of the step.
+    new: kernels and architectures that the baseline lacks.
+    left_out: architectures and steps of the baseline that were not read.
     """
 
     compared: int
@@ -319,7 +323,7 @@ class Comparison:
 def compare(
     before: Mapping[tuple[str, str], KernelFigures], after: Sequence[KernelFigures]
 ) -> Comparison:
-    """Differences in the architectures and steps of `after`."""
+    """Compare the figures for the architectures and steps of `after`."""
     found, read = by_kernel(after), _Read.of(after)
     differences = []
     for key in found.keys() & before.keys():
@@ -339,7 +343,8 @@ def compare(
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Tables of what got worse and what got better, what cannot be compared, and a summary."""
+    """Tables of changes for the worse and for the better, kernels that cannot be compared, and a
+    summary."""
     parts = [
         f"{title}:\n{_table(differences)}"
         for title, differences in (("worse", comparison.worse), ("better", comparison.better))

@@ -1,11 +1,11 @@
 """Speed of each kernel beside the operation's libraries, in one process.
 
-Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
-one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
-is overwritten before each, so that no inputs are found there. Every contender is timed once a
-round, in an order that changes from round to round and from length to length, with a sample of
-the first library among every few, so that a drifting clock harms all alike; first in bursts
-of a rested chip, then under load that is never let off. What is timed is also what is compared with
+Each contender is captured in a CUDA graph, so that no launch costs host time, or launched one by
+one, as in a program without graphs. Launches rotate through several sets of inputs, or overwrite
+the L2 cache first, so that no launch finds its inputs in L2. Each contender is timed once per
+round, in an order that changes from round to round and from length to length. Every few samples
+include one of the first library, so that a drifting clock affects all contenders alike. The chip is
+measured in bursts after rests, then under sustained load. The timed launches are also compared with
 float64, before and after.
 """
 
@@ -52,7 +52,7 @@ from flash_helpers.runtime.tensors import torch_dtype
 
 @dataclass(frozen=True)
 class InputSet:
-    """Inputs of a problem, buffers for the outputs, and the right results, by name."""
+    """Inputs of a problem, buffers for the outputs, and the reference results, by name."""
 
     problem: Problem
     inputs: Mapping[str, torch.Tensor]
@@ -64,10 +64,10 @@ class InputSet:
 class Contender:
     """A kernel or a library that computes an operation.
 
-    run: computes it for a set and returns the first output, the set's own buffer or a new tensor.
-    config: None for a library. code: digest of the machine code of the config that is launched; ""
-    where it is not known. is_verified: the output is compared; that of a copy, which computes
-    nothing, is not.
+    run: computes the operation for an input set and returns the first output: the set's own buffer
+    or a new tensor.
+    config: None for a library. code: digest of the launched config's machine code; "" if unknown.
+    is_verified: whether the output is compared. A copy computes nothing, so its output is not.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Contender:
     is_verified: bool = True
 
     def refusal(self, problem: Problem) -> str:
-        """Return why it is left out of a problem; "" if it is not."""
+        """Return the reason why the contender is left out of a problem; "" if it takes part."""
         if self.config is not None:
             return self.config.refusal(problem)
         package = _packages(problem).get(self.name)
@@ -95,7 +95,7 @@ def kernel_contender(
     config: Config, execute: Execute, codes: Mapping[Config, str] = MappingProxyType({})
 ) -> Contender:
     """Return a contender for one of the kernels, run by `execute`. codes: digests of the machine
-    code of configs that it may be launched as."""
+    code, by the config that may be launched for it."""
 
     def run(inputs: InputSet) -> torch.Tensor:
         tensors = [*inputs.inputs.values(), *inputs.outputs.values()]
@@ -122,8 +122,8 @@ def library_contender(name: str, operation: Operation) -> Contender:
 def library_contenders(operation: Operation) -> list[Contender]:
     """Return contenders for the operation's libraries, and the control.
 
-    A package that is not installed refuses every problem; a library that is there but does not run
-    fails when it is called, with the reason.
+    A package that is not installed refuses every problem. An installed library that does not run
+    fails with the reason when it is called.
     """
     names = (*operation.libraries, control_name(operation))
     return [library_contender(name, operation) for name in names]
@@ -132,7 +132,7 @@ def library_contenders(operation: Operation) -> list[Contender]:
 def library_records(
     contenders: Sequence[Contender], operation: Operation
 ) -> tuple[LibraryRecord, ...]:
-    """Return the versions of the contenders that are packages of their own, and installed."""
+    """Return the versions of the contenders that are installed packages of their own."""
     known = operation.part("baselines").PACKAGES
     packages = (known.get(contender.name) for contender in contenders)
     return tuple(
@@ -143,7 +143,8 @@ def library_records(
 
 
 def n_input_sets(shape: Problem, cache_bytes: int) -> int:
-    """Sets of inputs to go round: between two uses of one, twice the cache is touched."""
+    """Number of input sets to rotate through: between two uses of one set, launches touch twice
+    the cache's size."""
     return 1 + math.ceil(2 * cache_bytes / shape.bytes)
 
 
@@ -154,7 +155,8 @@ class _Verification:
 
     @property
     def severity(self) -> float:
-        """The larger share of its bound; infinite for an output that is not finite."""
+        """The larger of the two errors, each over its bound; infinite if the output is not
+        finite."""
         share = max(
             self.error.max_abs / self.bound.max_abs, self.error.relative / self.bound.relative
         )
@@ -174,8 +176,8 @@ def _verification(output: torch.Tensor, inputs: InputSet) -> _Verification:
 
 
 class _Entry:
-    """State of one contender on one problem. outputs: where the work that is timed
-    leaves the result of each input set. taken: by name of the load."""
+    """State of one contender on one problem. outputs: tensors that hold the timed work's result
+    for each input set. taken: samples by name of the load."""
 
     def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: CudaTimer) -> None:
         self.contender, self.sets, self.timer = contender, sets, timer
@@ -186,7 +188,7 @@ class _Entry:
         self.failure = ""
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Take a step; whatever goes wrong is this contender's failure and no other's.
+        """Take a step; an exception counts as this contender's failure only.
 
         Raises torch.cuda.OutOfMemoryError: the problem is too large for every contender.
         """
@@ -198,9 +200,9 @@ class _Entry:
             self.failure = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
     def record(self, protocol: Protocol) -> None:
-        """Record the work that is timed, which goes round all sets of inputs."""
+        """Record the timed work, which rotates through all sets of inputs."""
 
-        # without self: what refers to itself keeps its tensors until Python looks for cycles
+        # Without self: a cycle of references keeps its tensors until Python collects garbage.
         outputs, run, sets = self.outputs, self.contender.run, self.sets
 
         def rotate() -> None:
@@ -209,7 +211,7 @@ class _Entry:
         self.recording = record(rotate, len(sets), self.timer, protocol)
 
     def verify(self) -> None:
-        """Poison the outputs, repeat the timed work, and compare; the worst ever is kept."""
+        """Poison the outputs, repeat the timed work, and compare; the worst result is kept."""
         assert self.recording is not None
         if not self.contender.is_verified:
             self.recording.work()
@@ -268,7 +270,7 @@ def make_input_sets(
     timer: CudaTimer,
     protocol: Protocol,
 ) -> list[InputSet]:
-    """The inputs that launches go round: one set if the timer flushes the cache."""
+    """The input sets that launches rotate through: one set if the timer flushes the cache."""
     n_sets = 1 if timer.flushes else n_input_sets(shape, timer.cache_bytes)
     problem = shape.in_dtype(dtype)
     operation = OPERATIONS[problem.operation]
@@ -278,7 +280,7 @@ def make_input_sets(
             protocol.inputs, problem, device, protocol.seed + index
         )
         inputs = dict(drawn)
-        if protocol.mantissa_bits < FP16_MANTISSA_BITS:  # else all, also of 32 bits
+        if protocol.mantissa_bits < FP16_MANTISSA_BITS:  # else all bits are kept, of fp32 too
             bits = protocol.mantissa_bits
             inputs = {name: with_mantissa_bits(x, bits) for name, x in drawn.items()}
         reference = operation.part("reference").reference(problem, inputs)
@@ -303,10 +305,11 @@ def measure_problem(
 ) -> list[Measurement]:
     """Verify every contender on one problem, time it under each load, and verify it again.
 
-    sets: made by `make_input_sets` of the same shape, dtype, timer and protocol. deadline: of
-    `time.monotonic`: what is left until then is shared out by the time that a round takes under
-    each load, and no round of one is begun after its share, once protocol.min_rounds are done.
-    advance: called after each step, of which there are two per contender and one per round.
+    sets: made by `make_input_sets` for the same shape, dtype, timer and protocol.
+    deadline: on the clock of `time.monotonic`. The time left until then is divided among the loads
+    in proportion to the time of a round under each. No round of a load begins after its share is
+    spent, once protocol.min_rounds are done.
+    advance: called after each step: two steps per contender and one per round.
 
     A contender that raises, or whose output is wrong, gets a Measurement with the failure. Raises
     torch.cuda.OutOfMemoryError if the problem does not fit in the device's memory.
@@ -339,7 +342,7 @@ def measure_problem(
             [recording.sample(load) for recording in recordings],
             *(timer, load, protocol.rounds, sensor),
             reference=names.index(first) if first in names else None,
-            # no contender follows the same neighbour at every size
+            # No contender follows the same neighbour at every size.
             seed=getattr(shape, operation.swept),
             may_continue=may_continue,
         )
@@ -354,13 +357,13 @@ def measure_problem(
 
 
 def skipped_record(problem: Problem, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
-    """Record of a problem that `measure_problem` found no room for."""
+    """Record of a problem that does not fit in the memory of `measure_problem`'s device."""
     reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
     return SkippedRecord(problem.record(), reason)
 
 
 def n_steps(n_contenders: int, protocol: Protocol) -> int:
-    """How often `measure_problem` calls `advance`, unless a deadline ends it early."""
+    """Number of times that `measure_problem` calls `advance`, unless a deadline ends it early."""
     return 2 * n_contenders + len(protocol.loads) * protocol.rounds
 
 
@@ -371,7 +374,8 @@ def contenders_for(
     operation: Operation,
     codes: Mapping[Config, str] = MappingProxyType({}),
 ) -> list[Contender]:
-    """The libraries, then the configs of one dtype. codes: as for `kernel_contender`."""
+    """Contenders for the libraries, then for the configs of one dtype. codes: as for
+    `kernel_contender`."""
     own = (config for config in configs if config.dtype == dtype)
     kernels = (kernel_contender(config, backend.execute, codes) for config in own)
     return [*library_contenders(operation), *kernels]
@@ -379,7 +383,7 @@ def contenders_for(
 
 @dataclass(frozen=True)
 class BenchmarkRun:
-    """Findings of one run, in the order of measurement, named as in BenchmarkResults."""
+    """Records of one run, in the order of measurement, named as in BenchmarkResults."""
 
     rates: tuple[RateRecord, ...] = ()
     skipped: tuple[SkippedRecord, ...] = ()
@@ -387,7 +391,7 @@ class BenchmarkRun:
 
     @property
     def problems(self) -> set[Problem]:
-        """The problems that are done."""
+        """The problems that were measured or skipped."""
         empty = {s.asked for s in self.skipped if not s.name}
         return empty | {m.asked for m in self.measurements}
 
@@ -397,8 +401,8 @@ class BenchmarkRun:
             asked = shape_for(found.size).in_dtype(found.asked.dtype)
             if found.asked != asked:
                 raise ValueError(
-                    f"what was measured is {found.asked}, and this is {asked}: go on with that, "
-                    "or name another file"
+                    f"the file holds measurements of {found.asked}, and the run asks for {asked}: "
+                    "go on with the file's problem, or name another file"
                 )
 
 
@@ -416,20 +420,20 @@ def run_benchmark(
     measured: BenchmarkRun | None = None,
     keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:
-    """Measure the contenders of each dtype at every size under each load; dtypes of one size one
-    after the other, so that a change during the run does not look like one of them.
+    """Measure the contenders of each dtype at every size under each load. The dtypes of one size
+    follow one another, so that a drift during the run does not look like an effect of the dtype.
 
-    shape_for: the problem of a size, in any dtype.
+    shape_for: gives the problem of a size, in any dtype.
+    rate_works: works that measure the chip's rates, by name, each run once per dtype.
+    time_budget_s: seconds for the whole run. The time left is divided evenly among the problems. A
+    problem whose share is spent stops after protocol.min_rounds rounds.
+    advance: called with the number of steps done; a problem has `n_steps` steps.
+    measured: records of an earlier run that was interrupted; its problems are not measured again.
+    keep: called after each problem with all records so far.
 
-    rate_works: what the chip's rates are measured with, once for each dtype, by name.
-    time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
-    share is spent stops at protocol.min_rounds rounds.
-    advance: called with the number of steps done; a problem has `n_steps` of them.
-    measured: by an earlier run that was ended; its problems are not measured again. keep: called
-    after each problem with all that there is by then. Raises ValueError if its problems are others.
-
-    A contender is left out of the problems that it refuses; a problem that does not fit in the
-    device's memory is skipped.
+    A contender is left out of the problems that it refuses. A problem that does not fit in the
+    device's memory is skipped. Raises ValueError if the problems in `measured` are not those of
+    `shape_for`.
     """
     begin = time.monotonic()
     run = measured or BenchmarkRun(

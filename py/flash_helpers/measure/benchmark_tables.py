@@ -1,4 +1,4 @@
-"""Benchmark results as tables: for the terminal, and of the steps for a Markdown file."""
+"""Tables of benchmark results, for the terminal and for Markdown files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COMMENT_WIDTH = 96
 
 CHANGED = f"{DAGGER} The kernel's machine code has changed since it was measured."
 
-# (contender, dtype, size or None for the mean over all, load) to a number, if there is one
+# Maps (contender, dtype, size or None for the mean over all sizes, load) to a number or None.
 Share = Callable[[str, str, "int | None", str], "float | None"]
 
 Column = tuple[str, str]  # dtype and load
@@ -71,7 +71,7 @@ def main_dtype(results: BenchmarkResults) -> str:
 
 
 def share_text(share: float | None) -> str:
-    """A share as a number of percent, under a title that says so; a dash where there is none."""
+    """A share in percent, without the sign, which the column's title has; a dash for None."""
     return number(None if share is None else 100 * share, 1)
 
 
@@ -96,13 +96,13 @@ class _Marks:
 
     @property
     def line(self) -> list[str]:
-        """The line under the table, if a dagger is in it."""
+        """The line under the table, if the table has a dagger."""
         return [CHANGED] if self.any else []
 
 
 def supports_table() -> str:
-    """The problems that each family's kernels take, for a Markdown file: a table for each
-    operation; of a family whose steps take different ones, a row for the steps of each kind."""
+    """Markdown of the problems that each family's kernels take: one table per operation. A family
+    whose steps take different problems has one row per group of steps."""
     operations: dict[str, list[Family]] = {}
     for family in FAMILIES.values():
         operations.setdefault(family.operation.title, []).append(family)
@@ -139,8 +139,8 @@ def _length_table(
     value: Share,
     text: Callable[..., str],
 ) -> Table:
-    """A row a contender, a column a size and one for the mean, for which `value` gets None; then
-    the widest spread over the sizes, the SM's clock and the power."""
+    """Table of one row per contender and one column per size, then the mean, for which `value` gets
+    None, the widest spread over the sizes, the SM clock and the power."""
     lengths, marks = results.sizes, _Marks(results)
     header = [f"{dtype}, {load}, {title}", *_length_titles(results), "harmonic mean"]
     rows = []
@@ -154,7 +154,7 @@ def _length_table(
 
 
 def _widest_spread(results: BenchmarkResults, found: Iterable[Measurement]) -> float | None:
-    """The longest interval of the ratios to the first library, over their median."""
+    """The widest interval of the ratios to the first library at any size, over their median."""
     widths = []
     for m in found:
         if ratios := results.pairs(m.name, results.first, m.dtype, m.size, m.load):
@@ -196,7 +196,7 @@ def _length_titles(results: BenchmarkResults) -> list[str]:
 
 
 def _best_rows(results: BenchmarkResults, dtype: str, load: str) -> list[list[str]]:
-    """The fastest library and the fastest kernel at each size, and how the two compare."""
+    """The fastest library and the fastest kernel at each size, and the ratio of the two."""
     labels = _kernel_labels(results, dtype)
     others, own, ratios = _against_others(results, labels, dtype, load)
     return [
@@ -209,7 +209,7 @@ def _best_rows(results: BenchmarkResults, dtype: str, load: str) -> list[list[st
 def _last_step_rows(
     results: BenchmarkResults, dtype: str, load: str, marks: _Marks
 ) -> list[list[str]]:
-    """The fastest library at each size, and the last step's fastest config over it."""
+    """The fastest library at each size, and the speed of the last step's fastest config over it."""
     configs = sorted(map(config_from_short_form, _kernel_labels(results, dtype)))
     last = configs[-1].step if configs else None
     names = [config.short_form() for config in configs if config.step is last]
@@ -221,8 +221,8 @@ def _last_step_rows(
 def _against_others(
     results: BenchmarkResults, names: Collection[str], dtype: str, load: str
 ) -> tuple[list[str], list[Measurement | None], list[str]]:
-    """At each size: the fastest library, the fastest of these kernels, and that one's ratio to
-    it."""
+    """The fastest library, the fastest of these kernels, and the kernel's ratio to the library, at
+    each size."""
     own = [results.fastest(names, dtype, n, load) for n in results.sizes]
     others = [results.find(BEST_OTHER, dtype, n, load) for n in results.sizes]
     ratios = [
@@ -246,9 +246,9 @@ def _kernel_labels(results: BenchmarkResults, dtype: str) -> dict[str, str]:
 
 
 def report_text(results: BenchmarkResults) -> str:
-    """For each dtype and load the speed and the percent of the first library, of the rates of the
-    chip that were measured, of the tensor cores' peak and of the fastest library, and the fastest
-    at each size; then what to mind."""
+    """Tables for each dtype and load, then notes. The tables give the speed, its percent of the
+    first library, of the measured rates of the chip, of the tensor cores' peak and of the fastest
+    library, and the fastest contender at each size."""
     loads = [(dtype, load) for dtype in results.dtypes for load in results.loads]
     parts = [f"{t.text()}\n" for dtype, load in loads for t in _tables(results, dtype, load)]
     parts += [
@@ -260,14 +260,14 @@ def report_text(results: BenchmarkResults) -> str:
     parts += [f"{library.name} {library.version}" for library in results.libraries]
     parts += [
         f"{dtype}, {load}: {results.control} is within {100 * noise:.2f}% of {results.first} in "
-        f"the mean over {_sizes_word(results)}; less than that is no difference"
+        f"the mean over {_sizes_word(results)}; a smaller difference is noise"
         for dtype, load in loads
         if (noise := results.noise(dtype, load=load)) is not None
     ]
     parts.append(
-        f"speeds are those at the median time; % of {results.first_short} is the median of ratios "
-        "within a round; spread is what 80% of them lie in, the widest of a contender's "
-        f"{_sizes_word(results)}"
+        f"speeds are those at the median time; % of {results.first_short} is the median of the "
+        "ratios within a round; spread is the interval that holds 80% of these ratios, the widest "
+        f"over a contender's {_sizes_word(results)}"
     )
     parts += [
         f"{m.name} at {m.size} was run by {m.ran}"
@@ -283,12 +283,12 @@ def report_text(results: BenchmarkResults) -> str:
 
 
 def _sizes_word(results: BenchmarkResults) -> str:
-    """The sizes in words: lengths, widths."""
+    """The word for the sizes: lengths, widths."""
     return f"{results.operation.size_word}s"
 
 
 def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
-    """Contenders that were left out, at which sizes, and why."""
+    """Contenders that were left out, with the sizes and the reason."""
     return _lines_by_reason(
         (f"{s.name}, {s.dtype}," if s.name else s.dtype, s.size, f"skipped: {s.reason}")
         for s in skipped
@@ -296,7 +296,7 @@ def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
 
 
 def _lines_by_reason(found: Iterable[tuple[str, int, str]]) -> list[str]:
-    """A line per subject and reason, with all sizes."""
+    """One line per subject and reason, with all sizes."""
     lengths: dict[tuple[str, str], list[int]] = {}
     for what, size, reason in found:
         lengths.setdefault((what, reason), []).append(size)
@@ -308,7 +308,7 @@ def _lines_by_reason(found: Iterable[tuple[str, int, str]]) -> list[str]:
 def replace_between_markers(text: str, body: str, begin: str, end: str) -> str:
     """`text` with the lines between the two markers replaced by `body`.
 
-    Raises ValueError unless each marker is there once, in order.
+    Raises ValueError unless the text has each marker once, in order.
     """
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(end) < text.index(begin):
         raise ValueError(f"the text needs one line {begin} and after it one line {end}")
@@ -327,7 +327,7 @@ _PROTOCOL_TEXTS = {
 
 
 def _load_text(load: Load, found: Sequence[Measurement]) -> str:
-    """How the samples of a load were taken, with the clock and the power."""
+    """Protocol of a load's samples, with the clock and the power."""
     counts = sorted({len(m.samples_ms) for m in found})
     rounds = " to ".join(str(n) for n in dict.fromkeys((*counts[:1], *counts[-1:])))
     how = f"{rounds} rounds of {load.sample_ms:g} ms each"
@@ -342,14 +342,14 @@ def _load_text(load: Load, found: Sequence[Measurement]) -> str:
 
 
 def _problems_text(found: Sequence[Measurement]) -> str:
-    """The problems, beside their sizes; nothing for none."""
+    """The problems and their sizes; "" without measurements."""
     if not found:
         return ""
     return type(found[0].asked).together((m.asked for m in found), found[0].operation.swept)
 
 
 def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Sequence[str]) -> str:
-    """The line below a table of these dtypes and loads."""
+    """Line below a table of these dtypes and loads: machine, software, problems and protocol."""
     found, protocol = results.provenance, results.protocol
     own = [m for m in results.measurements if m.dtype in dtypes and m.load in loads]
     return found.sentence(
@@ -371,8 +371,8 @@ def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Se
 
 
 def header_lines(results: BenchmarkResults, step: Step) -> str:
-    """Speed and cost of a step at its tiles, as comment lines for its kernel file; "" for a step
-    that was not measured."""
+    """Speed and cost of a step at its tiles, as comment lines for the step's kernel file; "" for a
+    step that was not measured."""
     fixed = FAMILIES[step.family].fixed_config(step, Element.from_name(MAIN_DTYPE))
     found = results.provenance
     own = stair(fixed)
@@ -409,12 +409,12 @@ def _size_text(size: int) -> str:
 
 
 def progression_table(results: BenchmarkResults) -> str:
-    """Markdown: a row a step in the order of the registry, then the libraries and the rate of
-    mma.sync; below, folded, the other configs that were measured.
+    """Markdown of one row per step in the order of the registry, then the libraries and the rate of
+    mma.sync. The other configs that were measured stand below, folded.
 
-    Percent of the first library in the harmonic mean over all sizes, at both tiles where steps have
-    tiles, and speed at TABLE_SEQ_LEN (the largest size measured, if that was not), under the main
-    load. A dagger marks a step whose machine code has changed since.
+    The columns are percent of the first library in the harmonic mean over all sizes, at both tiles
+    where steps have tiles, and speed at TABLE_SEQ_LEN or, if that was not measured, at the largest
+    size, under the main load. A dagger marks a step whose machine code has changed since.
     """
     dtype, marks = main_dtype(results), _Marks(results)
     share = f"% of {results.first_short}"
@@ -449,8 +449,8 @@ def _speed_cell(results: BenchmarkResults, name: str, dtype: str, load: str | No
 
 
 def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | None = None) -> str:
-    """Percent of flash in the mean; with "=" if it differs from the parent's by no more than the
-    noise."""
+    """Percent of the first library in the mean; with "=" if the step and its parent differ by no
+    more than the noise."""
     config, parent = pair
     if config is None:
         return ""
@@ -472,7 +472,7 @@ def _step_rows(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iterator
 
 
 def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
-    """The libraries, and mma.sync back to back, if it was measured."""
+    """Rows of the libraries, and of mma.sync back to back if it was measured."""
     for name, title in _libraries(results, dtype):
         share = share_text(results.of_first(name, dtype))
         yield ["", title, share, share, "", _speed_cell(results, name, dtype)]
@@ -482,7 +482,7 @@ def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
 
 
 def _libraries(results: BenchmarkResults, dtype: str) -> Iterator[tuple[str, str]]:
-    """Those that were measured, with their titles; the control is none."""
+    """The libraries that were measured, with their titles, without the control."""
     names = results.names(dtype)
     return ((name, LIBRARY_NAMES[name]) for name in results.library_names if name in names)
 
@@ -498,22 +498,23 @@ def _legend(results: BenchmarkResults, dtype: str) -> str:
     swept = f"{results.operation.size_title}s"
     same_tile = " at the same tile" if _has_tiles(results, dtype) else ""
     sentences = [
-        f"{first.capitalize()} is {LIBRARY_NAMES[results.first]}: each sample is set against "
-        f"{first}'s sample next to it in the same round, and % is of the harmonic means over "
-        f"{swept} {span}.",
+        f"{first.capitalize()} is {LIBRARY_NAMES[results.first]}: each sample is compared with "
+        f"{first}'s sample next to it in the same round, and % is the ratio of the harmonic means "
+        f"over {swept} {span}.",
         *_tile_sentences(results, dtype),
         f"Speeds are {LOAD_TEXTS[results.main_load]}.",
     ]
     if (noise := results.noise(dtype)) is not None:
         sentences.append(
-            f"Set against itself, {first} differs in the mean of a round by up to "
-            f'{100 * noise:.1f}%; a step no further from its parent{same_tile} has an "=".'
+            f"Compared with itself, {first} differs in the mean of a round by up to "
+            f'{100 * noise:.1f}%. An "=" marks a step that is within this noise of its '
+            f"parent{same_tile}."
         )
     return " ".join(sentences)
 
 
 def _tile_sentences(results: BenchmarkResults, dtype: str) -> list[str]:
-    """The two tiles and the work that is counted; nothing for an operation without tiles."""
+    """Sentences on the two tiles and the counted work; none for an operation without tiles."""
     if not _has_tiles(results, dtype):
         return []
     own = list(stairs(dtype, results.operation).values())
@@ -522,13 +523,13 @@ def _tile_sentences(results: BenchmarkResults, dtype: str) -> list[str]:
     return [
         f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s are at the large tile where a "
         "step has it, and count 4·B·H·S²·D operations.",
-        "Stride read: at the large tile, the row stride read at run time, of the steps that know "
-        "it at compile time.",
+        "Stride read: steps that know the row stride at compile time, built to read it at run time "
+        "instead, at the large tile.",
     ]
 
 
 def _off_the_stairs(results: BenchmarkResults, dtype: str) -> list[Config]:
-    """Measured configs that stand on neither staircase."""
+    """Measured configs on neither staircase."""
     every = stairs(dtype, results.operation).values()
     shown = {config for own in every for config in own.configs}
     names = [name for name in results.names(dtype) if name not in LIBRARY_NAMES]
@@ -536,7 +537,7 @@ def _off_the_stairs(results: BenchmarkResults, dtype: str) -> list[Config]:
 
 
 def _other_configs(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iterator[str]:
-    """Measured configs that stand on neither staircase, folded."""
+    """Measured configs on neither staircase, folded."""
     others = _off_the_stairs(results, dtype)
     if not others:
         return
@@ -558,10 +559,11 @@ def _other_configs(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iter
 
 
 def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
-    """Markdown: speed, a row a kernel and a library and a column a size, then the fastest of
-    the libraries, and the last step against it.
+    """Markdown of the speeds: one row per kernel and library, one column per size. The fastest
+    library at each size follows, then the last step's ratio to it.
 
-    Below, folded: what stands beside each speed, and what has none at which length, and why.
+    Below, folded: clock, power and share of the peak for each speed, and the reasons for missing
+    speeds.
     """
     marks, first = _Marks(results), results.first_short
     names = _kernel_labels(results, dtype) | dict(_libraries(results, dtype))
@@ -590,15 +592,16 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
     if results.operation.metric == TFLOPS:
         summary = f"Share of the tensor cores' peak at this clock, {summary}"
         derived = [
-            "The share is derived: TFLOP/s over what the tensor cores of all SMs do in 16 bits at "
-            "the SM clock read beside it."
+            "The share is derived: measured TFLOP/s over the 16-bit TFLOP/s that the tensor cores "
+            "of all SMs reach at the SM clock beside it."
         ]
     parts = [
         Table([f"{dtype}, {load}: {unit(results)}", *titles], speeds).markdown(),
         *marks.line,
-        f"The last row: the last step's fastest config over the fastest library at the same "
-        f"{results.operation.size_word}, the median of the ratios within a round; "
-        f'within the noise of {first} against itself it has an "=". A dash: not measured there.',
+        "The last row is the speed of the last step's fastest config over the fastest library at "
+        f"the same {results.operation.size_word}: the median of the ratios within a round. "
+        f'An "=" marks a ratio within the noise of {first} against itself. '
+        "A dash marks a size that was not measured.",
         f'<details markdown="1">\n<summary>{summary}</summary>',
         Table(["", *titles], rows(beside)).markdown(),
         *derived,
@@ -612,8 +615,8 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
 def best_table(
     found: Sequence[BenchmarkResults], taken: Callable[[Problem, Device], Config]
 ) -> str:
-    """Markdown: what a call gets that names no kernel, beside the libraries, sustained, a table for
-    each GPU.
+    """Markdown of sustained speeds: the kernel that a call takes when it names none, beside the
+    libraries, one table per GPU.
 
     found: measurements of one operation. taken: the config of such a call for a problem on a GPU.
     """
@@ -652,11 +655,12 @@ def _taken_rows(
 
 
 def loads_table(results: BenchmarkResults) -> str:
-    """Markdown: a row a kernel, those at the large tile first, then the libraries and the rate of
-    mma.sync.
+    """Markdown of one row per kernel, kernels at the large tile first, then the libraries and the
+    rate of mma.sync.
 
-    Percent of the first library in the harmonic mean over all sizes, of each dtype under each load;
-    of the main dtype, sustained, speed at TABLE_SEQ_LEN, SM clock and power.
+    The columns are percent of the first library in the harmonic mean over all sizes, for each dtype
+    under each load. For the main dtype under sustained load, speed at TABLE_SEQ_LEN, SM clock and
+    power follow.
     """
     main, marks, first = main_dtype(results), _Marks(results), results.first_short
     dtypes = [main, *(dtype for dtype in results.dtypes if dtype != main)]
@@ -669,11 +673,11 @@ def loads_table(results: BenchmarkResults) -> str:
     parts = [
         Table(header, rows, "ll").markdown(),
         *marks.line,
-        f"At the large tile unless a config is named, % of {first}; the last three columns are of "
-        f"{main}, {SUSTAINED}: {unit(results)} at {_table_length(results)}, SM clock and power, "
-        f"medians over the samples of all {_sizes_word(results)}. A step no further from its "
-        f"parent than {first} from "
-        f'itself, up to {", ".join(said)}, has an "=".',
+        f"Rows are at the large tile unless they name a config; % is of {first}. The last three "
+        f"columns are of {main}, {SUSTAINED}: {unit(results)} at {_table_length(results)}, SM "
+        f"clock and power, medians over the samples of all {_sizes_word(results)}. "
+        f'An "=" marks a step that differs from its parent by no more than {first} differs from '
+        f"itself: {', '.join(said)}.",
         _provenance_text(results, dtypes, results.loads),
     ]
     return "\n\n".join(parts)
@@ -682,7 +686,8 @@ def loads_table(results: BenchmarkResults) -> str:
 def _kernel_load_rows(
     results: BenchmarkResults, columns: Sequence[Column], marks: _Marks
 ) -> Iterator[list[str]]:
-    """Those that were measured, with the static stride and then reading it; then other tiles."""
+    """Rows of the measured kernels: each with the static stride, then with the stride read at run
+    time; then other tiles."""
     main, _ = columns[0]
     operation = results.operation
     pairs = {
@@ -709,7 +714,8 @@ def _kernel_load_rows(
 
 
 def _ceiling_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
-    """The libraries, and mma.sync back to back, whose clock was not read."""
+    """Rows of the libraries, and of mma.sync back to back, without its clock, which was not
+    read."""
     main, _ = columns[0]
     for name, title in _libraries(results, main):
         shares = [share_text(results.of_first(name, d, load=load)) for d, load in columns]

@@ -1,4 +1,4 @@
-"""Host time of a call: the records, how they are taken, and their table."""
+"""Host time per call: the records, their measurement, and their table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flash_helpers.measure.results import CUDNN, FLASH, LIBRARY_NAMES, Provenanc
 
 FLASH_TRANSPOSED = f"{FLASH}_transposed"
 FLASH_COMPILED = f"{FLASH}_compiled"
-ADD_COMPILED = "add_compiled"  # the least that a compiled call can take
+ADD_COMPILED = "add_compiled"  # the least time that a compiled call can take
 CUDNN_TRANSPOSED = f"{CUDNN}_transposed"
-_TRANSPOSING = "transposing q, k, v and o"  # as a user must whose tensors are as ours are
+_TRANSPOSING = "transposing q, k, v and o"  # needed for tensors in the layout of our kernels
 _TRANSPOSED = "given transposed q, k, v"
 CALL_NAMES = {
     "forward": "`forward(config, q, k, v)`",
@@ -36,10 +36,10 @@ CALL_NAMES = {
 
 @dataclass(frozen=True)
 class CallRecord:
-    """The calls of one contender.
+    """Times of one contender's calls.
 
-    name: a key of CALL_NAMES. samples_us: microseconds of the host a call, one value a round, each
-    the mean over a sample's calls.
+    name: a key of CALL_NAMES. samples_us: microseconds of host time per call, one value per round,
+    each the mean over a sample's calls.
     """
 
     name: str
@@ -47,17 +47,17 @@ class CallRecord:
 
     @property
     def quiet_us(self) -> float:
-        """Lower quartile over the rounds.
+        """Lower quartile over the rounds, in microseconds per call.
 
-        Whatever else the host does makes a sample slower and never faster, so that samples have two
-        modes. This is in the quick one if a quarter of them is, and unlike the minimum does not
-        come from a single sample.
+        Other work of the host makes a sample slower and never faster, so that samples have two
+        modes. The quartile lies in the fast mode if a quarter of the samples do, and unlike the
+        minimum it does not depend on a single sample.
         """
         return sorted(self.samples_us)[(len(self.samples_us) - 1) // 4]
 
     def ratio_to(self, other: CallRecord) -> float:
-        """Median over the rounds of the ratio to the other's sample of the same round, which was
-        taken on a host as busy as this one's."""
+        """Median over the rounds of the ratio to the other contender's sample in the same round,
+        when the host was equally busy."""
         pairs = zip(self.samples_us, other.samples_us, strict=True)
         return statistics.median(own / theirs for own, theirs in pairs)
 
@@ -66,8 +66,8 @@ class CallRecord:
 class CallOverhead(RecordFile):
     """Everything that one run measured.
 
-    shape: (batch, seq, heads, d_head), so small that the GPU is done sooner than the host.
-    calls_per_sample: one after another, without waiting for the GPU.
+    shape: (batch, seq, heads, d_head), so small that the GPU finishes before the host.
+    calls_per_sample: number of calls in a row, without waiting for the GPU.
     """
 
     FORMAT: ClassVar[int] = 1
@@ -80,7 +80,7 @@ class CallOverhead(RecordFile):
     calls: tuple[CallRecord, ...]
 
     def find(self, name: str) -> CallRecord | None:
-        """The record of a contender, if there is one."""
+        """The record of a contender; None if there is none."""
         return next((record for record in self.calls if record.name == name), None)
 
     def table(self) -> Table:
@@ -98,21 +98,21 @@ class CallOverhead(RecordFile):
         return Table(["call", "µs of the host", "of flash, transposing"], rows)
 
     def markdown(self) -> str:
-        """The table and what it was measured with, for a page."""
+        """Markdown of the table, and of the machine and software of the measurement."""
         rounds = sorted({len(record.samples_us) for record in self.calls})
         sentence = self.provenance.sentence(
             self.provenance.built_with,
             f"PyTorch {self.provenance.torch}, Python {self.provenance.python}",
             f"{self.dtype}, shape {self.shape}",
             f"{' to '.join(map(str, rounds))} rounds of {self.calls_per_sample} calls: µs is the "
-            "lower quartile over the rounds, the ratio the median of each round's",
+            "lower quartile over the rounds, the ratio is the median over the rounds",
         )
         return f"{self.table().markdown()}\n\n{sentence}"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to call. around: what a sample is taken in, such as the choice of a backend."""
+    """A function to call. around: context of each sample, such as the choice of a backend."""
 
     call: Callable[[], object]
     around: Callable[[], AbstractContextManager[object]]
@@ -126,10 +126,10 @@ def measure_calls(
     synchronize: Callable[[], None],
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> tuple[CallRecord, ...]:
-    """Samples of all contenders, interleaved; each pair of rounds has another order, the second of
-    the two the reverse of the first, so that a drift harms all alike.
+    """Take samples of all contenders, interleaved. Each pair of rounds has another order, and the
+    second round of a pair reverses the first, so that a drift affects all alike.
 
-    clock: nanoseconds. synchronize: waits for the device, outside of the time that is taken.
+    clock: gives nanoseconds. synchronize: waits for the device, outside of the timed span.
     """
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for done in range(-1, rounds):  # the first round only warms up

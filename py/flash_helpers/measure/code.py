@@ -1,4 +1,5 @@
-"""Digests of machine code, which tell whether what was measured is what the library holds today."""
+"""Digests of machine code, which tell whether the library still holds the code that was
+measured."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _NONE: Mapping[Config, str] = MappingProxyType({})
 
 
 def code_digest(kernels: Iterable[tuple[str, bytes]]) -> str:
-    """Return the digest of a config's machine code. kernels: symbols and their sections .text."""
+    """Return the digest of a config's machine code. kernels: symbols and their .text sections."""
     digest = hashlib.sha256()
     for _, code in sorted(kernels):
         digest.update(code)
@@ -39,8 +40,9 @@ def cubin_code(path: Path) -> str:
 def file_codes(path: Path, capability: int) -> dict[Config, str]:
     """Return the digest of each config of this repository in a library or cubin.
 
-    capability: of the GPU, such as 90. Empty for a file without machine code for it: what a driver
-    makes of PTX is not known. Raises SassError as `containers.cubins_of` does.
+    capability: of the GPU, such as 90. The result is empty for a file without machine code for that
+    GPU, since the code that a driver compiles from PTX is not known. Raises SassError as
+    `containers.cubins_of` does.
     """
     found: dict[Config, list[tuple[str, bytes]]] = {}
     with warnings.catch_warnings():
@@ -53,8 +55,8 @@ def file_codes(path: Path, capability: int) -> dict[Config, str]:
 
 
 def library_codes(compute_capability: str) -> Mapping[Config, str]:
-    """Return the digests of the installed library's configs for a GPU, such as "9.0"; none if the
-    library is not there or holds no machine code for it."""
+    """Return the digests of the installed library's configs for a compute capability, such as
+    "9.0"; none if the library is not installed or holds no machine code for it."""
     digits = compute_capability.replace(".", "")
     try:
         path = library.library_path()
@@ -72,13 +74,13 @@ def _codes(path: Path, _written_ns: int, capability: int) -> Mapping[Config, str
 
 
 def has_changed(measurement: Measurement, today: Mapping[Config, str]) -> bool:
-    """Whether a measurement's code is known and other than that of the library today. A config that
-    the library does not hold is not compared."""
+    """Whether a measurement's code is known and differs from the code in the library today. A
+    config that the library does not hold is not compared."""
     if not measurement.code:
         return False
     try:
         config = config_from_short_form(measurement.ran)
-    except ValueError:  # of a step that is no more
+    except ValueError:  # the step no longer exists
         return False
     return today.get(config, measurement.code) != measurement.code
 
@@ -96,11 +98,11 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
 
 
 def changed_line(results: BenchmarkResults) -> str:
-    """Return what is to be measured again, in a line; "" if no code has changed."""
+    """Return a line that names the kernels to measure again; "" if no code has changed."""
     names = ", ".join(sorted(changed_names(results)))
     if not names:
         return ""
     return (
-        f"measured on {results.provenance.gpu} by {results.provenance.command!r} with other "
-        f"machine code than the library has today: measure {names} again"
+        f"the machine code has changed since {results.provenance.command!r} measured it on "
+        f"{results.provenance.gpu}: measure {names} again"
     )

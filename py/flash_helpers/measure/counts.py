@@ -1,4 +1,4 @@
-"""Predicted counts of what a kernel executes, beside Nsight Compute's of the same launches.
+"""Predicted counts of executed instructions, beside Nsight Compute's counts of the same launches.
 
 Predictions come from the SASS or from the simulator (flash_helpers.measure.predictions). Records,
 verdicts and tables are the same for both.
@@ -42,10 +42,11 @@ _PATCHED = "smsp__sass_l1tex"  # counted by patching the code
 class Quantity:
     """A quantity that is both predicted and counted.
 
-    metrics: of Nsight Compute; the first that the GPU has is compared. keys: alternatives, each
-    the keys of predictions that are added up; the name if there are none. tolerance: relative
-    difference that counts as agreement; None where no agreement is claimed. shown: whether the
-    table by kernel has a column for it.
+    metrics: of Nsight Compute; the first that the GPU has is compared.
+    keys: alternatives, each a tuple of keys whose predictions are added up; the quantity's name if
+    there are none.
+    tolerance: relative difference that counts as agreement; None where no agreement is claimed.
+    shown: whether the table by kernel has a column for the quantity.
     """
 
     name: str
@@ -215,7 +216,7 @@ ONE_FOR_ONE = MappingProxyType(
         "FMNMX": r"(max|min)\.f32",
     }
 )
-"""Opcodes of SASS, and a pattern of the PTX opcodes that they are made of."""
+"""Opcodes of SASS, and a pattern of the PTX opcodes that ptxas makes them of."""
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -225,10 +226,10 @@ ONE_FOR_ONE = MappingProxyType(
 class OutputComparison:
     """Two outputs of one kernel, element by element.
 
-    bit_equal: share of elements with the same bits. max_ulps: largest difference in units of the
-        last place of the element itself, counted in representable values between the two; large for
-        elements that nearly cancel. max_row_ulps: the same in units of the last place of the
-        largest element of the row.
+    bit_equal: share of elements with the same bits.
+    max_ulps: largest difference in units of the last place of the element itself, counted in
+        representable values between the two; large for elements that nearly cancel.
+    max_row_ulps: largest difference in units of the last place of the row's largest element.
     """
 
     bit_equal: float
@@ -241,11 +242,13 @@ class OutputComparison:
 class CountedKernel(OfProblem):
     """One launch of one kernel for a problem. name: the short form of its config.
 
-    predicted: by name. hardware: by metric; None where the GPU has no number. outputs: of the
-    simulator beside the GPU's; None if the kernel was not simulated and run. compiler: of the
-    machine code that was predicted from, else "". predicted_opcodes: by opcode of SASS without
-    modifiers, filler included; all of them, unless WORK is not predicted. hardware_opcodes: as
-    Nsight Compute names opcodes; empty if it did not tell.
+    predicted: numbers by name.
+    hardware: numbers by metric; None where the GPU has no number.
+    outputs: the simulator's beside the GPU's; None unless the kernel was both simulated and run.
+    compiler: of the machine code behind the prediction; "" without one.
+    predicted_opcodes: by opcode of SASS without modifiers, filler included. Opcodes are missing
+    only if WORK is not predicted.
+    hardware_opcodes: counts by Nsight Compute's names of opcodes; empty if it gave none.
     """
 
     name: str
@@ -262,12 +265,12 @@ class CountedKernel(OfProblem):
         return quantity.predicted(self.predicted) is not None
 
     def metric(self, quantity: Quantity) -> str | None:
-        """The metric that is compared, if the GPU has one."""
+        """The metric that is compared; None if the GPU has none."""
         return next((m for m in quantity.metrics if self.hardware.get(m) is not None), None)
 
     def counted(self, quantity: Quantity) -> tuple[int, float | None]:
-        """The predicted number, and the GPU's, which is None if it has none. Raises ValueError for
-        a quantity that is not predicted."""
+        """The predicted number, and the GPU's number or None. Raises ValueError for a quantity that
+        is not predicted."""
         predicted, metric = quantity.predicted(self.predicted), self.metric(quantity)
         if predicted is None:
             raise ValueError(f"{quantity.name} is not predicted for {self.name}")
@@ -275,7 +278,7 @@ class CountedKernel(OfProblem):
 
     @property
     def differing_opcodes(self) -> dict[str, tuple[int, float]]:
-        """Opcodes with another predicted number than the GPU counted: both numbers."""
+        """Predicted and counted number of each opcode for which the two differ."""
         ours, theirs = self.predicted_opcodes, self.hardware_opcodes
         names = sorted({*ours, *theirs} if WORK in self.predicted else ours) if theirs else ()
         pairs = {name: (ours.get(name, 0), theirs.get(name, 0.0)) for name in names}
@@ -284,8 +287,8 @@ class CountedKernel(OfProblem):
 
 @dataclass(frozen=True)
 class Source:
-    """A source of predictions. marker: of its tables in its page. note: text above the table by
-    kernel. left_out: text below, if one of the kernels multiplies by wgmma."""
+    """A source of predictions. marker: name of the markers around its tables. note: text above the
+    table by kernel. left_out: text below the table, if one of the kernels multiplies by wgmma."""
 
     marker: str
     note: str
@@ -300,22 +303,22 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         SASS: Source(
             "executed",
             _NOTE,
-            "In family hopper those opcodes are compared that occur as often in the machine code "
-            f"as the instructions they are made of occur in the PTX, among "
-            f"{', '.join(ONE_FOR_ONE)}. Not compared: SYNCS, USETMAXREG, NANOSLEEP and the "
-            "branches around them, which run as often as a warp happens to wait; instructions that "
-            "ptxas has put under a predicate where the PTX has a branch, since a GPU counts them "
-            "if the predicate is false, too; and all others, since the text does not tell how "
-            "often warps of a role run a loop.",
+            f"In family hopper these opcodes are compared: {', '.join(ONE_FOR_ONE)}. An opcode is "
+            "left out where the machine code holds it another number of times than the PTX holds "
+            "its instructions. SYNCS, USETMAXREG, NANOSLEEP and the branches around them are not "
+            "compared: they run as often as a warp happens to wait. Instructions that ptxas has "
+            "put under a predicate in place of a branch are not compared either: a GPU counts "
+            "them even where the predicate is false. No other opcode is compared, since the text "
+            "does not tell how often warps of a role run a loop.",
         ),
         SIMULATOR: Source(
             "simulator",
-            f"{_NOTE} Differences of outputs are in units of the last place: of the largest "
-            "element of the row, and of the element itself, which is large where an element nearly "
-            "cancels.",
-            "Not compared in family hopper: how often a try_wait is executed, which differs from "
-            "launch to launch as threads spin there; wavefronts of the operands of wgmma and of "
-            "TMA, which are not simulated.",
+            f"{_NOTE} Differences of outputs are in units of the last place (ulps): those of the "
+            "row's largest element, and those of the element itself. The second number is large "
+            "where an element nearly cancels.",
+            "Two counts are not compared in family hopper. The number of executed try_wait differs "
+            "from launch to launch, because threads spin there. The wavefronts of TMA and of the "
+            "operands of wgmma are not simulated.",
         ),
     }
 )
@@ -323,10 +326,10 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class CountCheck(RecordFile):
-    """All that one comparison found.
+    """Results of one comparison.
 
-    source: a key of SOURCES. profiler: version of Nsight Compute. profiler_failure: why counters
-    are missing; else empty. unavailable: metrics that this GPU does not have.
+    source: a key of SOURCES. profiler: version of Nsight Compute. profiler_failure: reason for
+    missing counters; else empty. unavailable: metrics that this GPU does not have.
     """
 
     FORMAT: ClassVar[int] = 4
@@ -340,7 +343,7 @@ class CountCheck(RecordFile):
     kernels: tuple[CountedKernel, ...]
 
     def disagreements(self) -> list[str]:
-        """A line for each count of a kernel, and each opcode, that should agree and does not."""
+        """One line for each count and opcode of a kernel that should agree and does not."""
         wrong = [
             (record.name, quantity.name, *record.counted(quantity), record.metric(quantity))
             for record in self.kernels
@@ -359,15 +362,15 @@ class CountCheck(RecordFile):
 
     @property
     def markers(self) -> tuple[str, str]:
-        """The lines around the tables in the page; kernels of one family other than the first have
-        lines of their own."""
+        """Markers around the tables in the page. Each family other than the first has markers of
+        its own."""
         families = {STEPS[record.name.partition("_")[0]].family for record in self.kernels}
         own = families.pop() if len(families) == 1 else ""
         name = SOURCES[self.source].marker + ("" if own in ("", *[*FAMILIES][:1]) else f"-{own}")
         return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
     def tables(self) -> str:
-        """Markdown: a row per quantity over all kernels, a row per kernel, and the machine.
+        """Markdown of one row per quantity over all kernels, one row per kernel, and the machine.
 
         Raises ValueError for a comparison without kernels.
         """
@@ -417,7 +420,7 @@ class CountCheck(RecordFile):
         return [quantity.name, f"{equal} of {len(pairs)}", f"{100 * worst:.2g}%", verdict, names]
 
     def _kernel_table(self) -> Table:
-        """A row per kernel, without columns that are empty for all kernels."""
+        """Table of one row per kernel, without columns that are empty for all kernels."""
         shown = [quantity for quantity in self._predicted() if quantity.shown]
         header = ["kernel", "outputs bit-equal", "largest difference, ulps of the row"]
         header += ["of the element", *(quantity.name for quantity in shown)]
@@ -454,7 +457,7 @@ def _pair_text(record: CountedKernel, quantity: Quantity) -> str:
 
 
 def _opcode_cells(record: CountedKernel) -> list[str]:
-    """Filler, work per tensor instruction, and whether each opcode is as often as predicted."""
+    """Cells for filler, work per tensor instruction, and the agreement of each opcode's count."""
     predicted, ours = record.predicted, record.predicted_opcodes
     if not ours:
         return ["", "", ""]
@@ -479,7 +482,7 @@ def _count_launches(
     *,
     instances: bool = False,
 ) -> tuple[list[ProfiledLaunch | None], list[str]]:
-    """Nsight Compute's counts of each record's launch, and why some are missing."""
+    """Nsight Compute's counts of each record's launch, and the reason for missing ones."""
     by_options: dict[tuple[str, ...], list[CountedKernel]] = {}
     for record in records:
         by_options.setdefault(tuple(problem_options(record.asked)), []).append(record)
@@ -508,11 +511,11 @@ def with_counters(
     launcher: Sequence[str],
     metrics: Sequence[str] = METRICS,
 ) -> tuple[list[CountedKernel], list[str]]:
-    """The records with hardware counters, and why some have none.
+    """The records with hardware counters, and the reason for missing counters.
 
-    launcher: command of a program that takes --kernel and the options of problems and launches the
-    kernels once. It is run once per problem, and once more for counts by opcode where these are
-    predicted. Metrics that the GPU lacks are left out.
+    launcher: command of a program that takes --kernel and the options of problems, and launches
+    each kernel once. It runs once per problem, and a second time for counts by opcode where these
+    are predicted. Metrics that the GPU lacks are left out.
     """
     wanted = {m for record in records for q in QUANTITIES if record.has(q) for m in q.metrics}
     asked = [metric for metric in metrics if metric in wanted]

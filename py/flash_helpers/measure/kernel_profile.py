@@ -1,4 +1,4 @@
-"""Counts of the simulator: kernels side by side, by opcode and by source line."""
+"""Tables of the simulator's counts: kernels side by side, by opcode and by source line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flash_helpers.ptx import Run
 
-# (config, inputs): runs the config in the simulator
+# Called as (config, inputs): runs the config in the simulator.
 Simulate: TypeAlias = "Callable[[Config, Sequence[torch.Tensor]], Run]"
 
 # The counts do not depend on the values.
@@ -70,10 +70,7 @@ _MOST_SIDE_BY_SIDE = 4
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """The counts of one launch.
-
-    config: what was asked for. ran: what was launched for it.
-    """
+    """Counts of one launch. config: asked for. ran: the config that was launched for it."""
 
     config: Config
     ran: Config
@@ -88,7 +85,7 @@ class KernelProfile:
 
     @cached_property
     def roles(self) -> dict[str, Role]:
-        """As `Counters.by_role` has them."""
+        """Counts by role, as in `Counters.by_role`."""
         return self.run.counters.by_role()
 
 
@@ -108,7 +105,7 @@ def profile_kernels(
 
     simulate: runs a config on inputs, and returns the run.
 
-    Raises UsageError if the sequence is not whole blocks, and what `simulate` raises.
+    Raises UsageError if the sequence is not a whole number of blocks, and what `simulate` raises.
     """
     require_supported(configs, shape)
     profiles = []
@@ -120,7 +117,7 @@ def profile_kernels(
 
 
 def as_dict(counts: Counts) -> dict[str, int]:
-    """The counts by name, bank conflicts included."""
+    """Counts by name, bank conflicts included."""
     return {**asdict(counts), "bank_conflicts": counts.bank_conflicts}
 
 
@@ -129,8 +126,8 @@ def _digits(value: float | None) -> int:
 
 
 def _cells(values: Sequence[float | None]) -> list[str]:
-    """Each number, and from the second on how it differs from the one before; nothing where there
-    is none."""
+    """Cells of the numbers; from the second on with the change from the number before, and empty
+    where a number is missing."""
     cells: list[str] = []
     for n, value in enumerate(values):
         cells.append("" if value is None else number(value, _digits(value)))
@@ -150,7 +147,7 @@ def _side_by_side(
 
 
 def _per(unit: str, counts: Counts, name: str) -> float | None:
-    """unit: mma or wgmma."""
+    """A count per instruction of a unit, mma or wgmma; None without such instructions."""
     count = getattr(counts, unit)
     return getattr(counts, name) / count if count else None
 
@@ -169,7 +166,7 @@ def _count_rows(each: Sequence[Counts]) -> Iterable[tuple[str, list[float | None
 def _role_rows(
     profiles: Sequence[KernelProfile], name: str
 ) -> Iterable[tuple[str, list[float | None]]]:
-    """Rows of one role: its warps, their counts in all, and in the main loop."""
+    """Rows of one role: its warps, their counts in the whole kernel, and in the main loop."""
     each = [profile.roles.get(name, Role((), {})) for profile in profiles]
     none: list[float | None] = [None] * len(profiles)
     yield f"[{name}]", none
@@ -183,8 +180,8 @@ def _role_rows(
 
 
 def comparison_text(profiles: Sequence[KernelProfile]) -> str:
-    """Every count of every phase, a column a kernel, with the change from its left neighbour; then
-    of every role, unless all warps of each kernel do the same."""
+    """Text of all counts by phase, one column per kernel, with the change from the kernel to its
+    left. Counts by role follow, unless all warps of each kernel do the same."""
     rows: list[tuple[str, Sequence[float | None]]] = []
     for phase in profiles[0].phases:
         counts = [profile.phases[phase] for profile in profiles]
@@ -197,9 +194,9 @@ def comparison_text(profiles: Sequence[KernelProfile]) -> str:
 
 
 def opcode_text(profiles: Sequence[KernelProfile], phase: Phase | None = None) -> str:
-    """Warp instructions by opcode, a column a kernel, the most frequent first.
+    """Warp instructions by opcode, one column per kernel, the most frequent opcode first.
 
-    phase: only what is executed in this phase.
+    phase: count only the instructions executed in this phase.
     """
     each = [profile.run.counters.by_opcode(phase) for profile in profiles]
     found = {opcode for counts in each for opcode in counts}
@@ -212,7 +209,8 @@ def opcode_text(profiles: Sequence[KernelProfile], phase: Phase | None = None) -
 
 
 def overview_text(profiles: Sequence[KernelProfile]) -> str:
-    """A line a kernel: totals that one of them has, and how instructions per mma change."""
+    """Table of one line per kernel: totals, without those that are zero for all kernels, and the
+    change of instructions per mma."""
     rows = []
     before: float | None = None
     totals = [profile.run.counters.total for profile in profiles]
@@ -235,7 +233,7 @@ def overview_text(profiles: Sequence[KernelProfile]) -> str:
 
 
 def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> str:
-    """The profiles for a reader: side by side, or a line each if they are many."""
+    """Text of the profiles: side by side, or one line each if they are many."""
     shape = profiles[0].shape
     parts = [f"{shape}; counted in the simulator; PTX instructions of one warp"]
     for profile in profiles:
@@ -254,9 +252,9 @@ def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> 
 
 
 def source_lines(profile: KernelProfile, root: Path) -> list[SourceLine]:
-    """Each line of the kernel's own file with what it executed, inlined helpers included.
+    """Each line of the kernel's own file with its counts, inlined helpers included.
 
-    root: of the repository. Raises UsageError if the file is not there.
+    root: of the repository. Raises UsageError if the file is absent.
     """
     path = root / profile.ran.step.source
     if not path.is_file():
@@ -269,7 +267,8 @@ def source_lines(profile: KernelProfile, root: Path) -> list[SourceLine]:
 
 
 def is_out_of_date(lines: Sequence[SourceLine]) -> bool:
-    """True if the kernel was built from another text: it executes empty lines or comments."""
+    """True if the kernel was built from another text, so that empty lines or comments have
+    counts."""
     return any(
         line.counts is not None and (not line.text.strip() or line.text.lstrip().startswith("//"))
         for line in lines
@@ -302,7 +301,7 @@ def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -
 
 
 def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
-    """Everything but the source lines, for a machine."""
+    """JSON document of all counts, without the source lines."""
     shape = profiles[0].shape
     return {
         "problem": shape.record(),
@@ -333,7 +332,7 @@ def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
 
 
 def source_as_json(profile: KernelProfile, lines: Sequence[SourceLine]) -> dict[str, Any]:
-    """The lines that execute something, for a machine."""
+    """JSON document of the source lines with counts."""
     return {
         "config": profile.config.short_form(),
         "ran": profile.ran.short_form(),
@@ -347,7 +346,7 @@ def source_as_json(profile: KernelProfile, lines: Sequence[SourceLine]) -> dict[
 
 
 def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
-    """One row for each opcode of each phase of each kernel."""
+    """CSV of one row per kernel, phase and opcode."""
     return records_csv(
         [
             {
@@ -366,7 +365,7 @@ def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
 
 
 def source_as_csv(profile: KernelProfile, lines: Sequence[SourceLine]) -> str:
-    """One row for each line that executes something."""
+    """CSV of one row per source line with counts."""
     found = source_as_json(profile, lines)
     own = {"config": found["ran"], "file": found["file"]}
     return records_csv([own | line | {"text": line["text"].strip()} for line in found["lines"]])

@@ -1,7 +1,7 @@
 """State of a GPU and of the sources during a measurement, from NVML, PyTorch and git.
 
-NVML is the driver's management library, which nvidia-smi asks too (NVIDIA, "NVML API Reference
-Guide"). Without a driver all that it would tell is left out. torch is imported when it is asked.
+NVML is the driver's management library, which nvidia-smi uses too (NVIDIA, "NVML API Reference
+Guide"). Without a driver, NVML's facts are left out. torch is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ def _ask(question: Callable[..., T], *arguments: Any) -> T | None:
 
 @functools.cache
 def _handle(device: torch.device) -> Any:
-    """NVML's of a CUDA device; None, for which it answers nothing, if it does not know the
-    device."""
+    """NVML's handle of a CUDA device; None if NVML does not know the device."""
     import torch
 
     _ask(pynvml.nvmlInit)
-    # CUDA_VISIBLE_DEVICES renumbers devices for PyTorch but not for NVML
+    # CUDA_VISIBLE_DEVICES renumbers devices for PyTorch but not for NVML.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return _ask(pynvml.nvmlDeviceGetHandleByIndex, device.index)
@@ -55,7 +54,7 @@ def _handle(device: torch.device) -> Any:
 
 
 def driver_version(device: torch.device) -> str:
-    """A fact from the driver of a CUDA device; "" where it does not tell."""
+    """Version of a CUDA device's driver; "" if the driver does not tell it."""
     _handle(device)
     return _ask(pynvml.nvmlSystemGetDriverVersion) or ""
 
@@ -69,7 +68,7 @@ class Reading(NamedTuple):
 
 
 def _milliwatts(handle: Any) -> int:
-    """Power of the GPU now; where the driver tells only the mean of the last second, that."""
+    """Power of the GPU now, or its mean over the last second if the driver tells only that."""
     fields = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_POWER_INSTANT])
     if fields and fields[0].nvmlReturn == pynvml.NVML_SUCCESS:
         return fields[0].value.uiVal
@@ -77,7 +76,8 @@ def _milliwatts(handle: Any) -> int:
 
 
 def read_gpu(device: torch.device) -> Reading | None:
-    """Reading of a CUDA device; None unless it tells all three. It takes microseconds."""
+    """Reading of a CUDA device; None unless NVML tells all three numbers. It takes
+    microseconds."""
     handle = _handle(device)
     try:
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -89,7 +89,7 @@ def read_gpu(device: torch.device) -> Reading | None:
 
 
 class GpuSensor:
-    """Reads a CUDA device, and lets it rest."""
+    """Sensor of a CUDA device, which can also let the device rest."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,12 +97,12 @@ class GpuSensor:
         self._resting_w = REST_POWER * limit / 1000 if limit else math.inf
 
     def read(self) -> Reading | None:
-        """A reading now, if the device tells."""
+        """Take a reading; None if the device gives none."""
         return read_gpu(self._device)
 
     def rest(self, seconds: float) -> None:
-        """Wait so long, then until the device draws less than REST_POWER of its power limit, at
-        most MAX_REST_S: the limiter then has no debt to collect."""
+        """Wait for `seconds`, then until the device draws less than REST_POWER of its power limit,
+        MAX_REST_S at most. The power limiter then does not slow the next sample."""
         time.sleep(seconds)
         deadline = time.monotonic() + MAX_REST_S
         while time.monotonic() < deadline:
@@ -127,13 +127,14 @@ def resource_record(config: Config, device: torch.device) -> ResourceRecord:
 
 
 def git_commit(root: Path) -> str:
-    """Hash of the commit checked out at `root`, with "-dirty" if files differ; "" outside git."""
+    """Hash of the commit checked out at `root`, with "-dirty" if files differ from it; "" outside
+    git."""
     commit = _git(root, "rev-parse", "HEAD")
     return f"{commit}-dirty" if commit and _git(root, "status", "-s") else commit
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Output of git; "" if it is not there or fails."""
+    """Output of git; "" if git is absent or fails."""
     command = ["git", "-C", str(root), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -163,7 +164,7 @@ def provenance(backend: Backend, command: str, commit: str) -> Provenance:
         gpu=gpu,
         compute_capability=capability,
         driver=driver,
-        # as nvidia-smi prints them
+        # In the form that nvidia-smi prints.
         max_sm_mhz=str(max_sm_mhz or ""),
         power_limit_w=f"{milliwatts / 1000:.2f}" if milliwatts else "",
         cuda=torch.version.cuda or "",

@@ -1,5 +1,5 @@
-"""The machine code of this library's kernels: what `sass/` finds in it, by config, beside what was
-measured; and of anybody's kernels beside them."""
+"""Facts of machine code, found by `sass/`: of this library's kernels by config, beside their
+measurements, and of kernels from any file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
 
 ARCHITECTURE = "sm_90"  # of the committed measurements
-SIZE = 4096  # of the problem whose measurement that a bound is compared with
+SIZE = 4096  # of the problem whose measurement a bound is compared with
 
 _FOLDED = "vN"
 
@@ -45,7 +45,7 @@ _FOLDED = "vN"
 
 
 def installed_library() -> Path:
-    """The kernel library. Raises SassError if it is not there."""
+    """Path of the kernel library. Raises SassError if it is absent."""
     try:
         return library.library_path()
     except RuntimeError as error:
@@ -53,15 +53,15 @@ def installed_library() -> Path:
 
 
 def library_configs(architecture: str) -> list[Config]:
-    """The configs that the installed library holds for an architecture such as "sm_90", sorted.
+    """Configs that the installed library holds for an architecture such as "sm_90", sorted.
 
-    Raises SassError as `reader.list_kernels` does, and if there are none.
+    Raises SassError as `reader.list_kernels` does, and if the library holds none.
     """
     path = installed_library()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SassWarning)  # the library has families of one variant
         symbols = [symbol for _, symbol in list_kernels(path, architecture)]
-    # it may hold kernels of another kind, too
+    # The library may hold kernels of another kind, too.
     found = [config for config in map(find_config, symbols) if config is not None]
     if not found:
         raise SassError(f"{path} holds no forward kernel for {architecture}: build it again")
@@ -69,10 +69,10 @@ def library_configs(architecture: str) -> list[Config]:
 
 
 def default_architecture() -> str:
-    """ARCHITECTURE if the installed library has it; otherwise the latest that it has, which a line
-    on stderr then says.
+    """ARCHITECTURE if the installed library has it; otherwise the library's latest architecture,
+    which a line on stderr then names.
 
-    Raises SassError if the library is not there, or is none.
+    Raises SassError if the library is absent, or is no library.
     """
     try:
         there = [name for name in library.architectures() if name.startswith("sm_")]
@@ -81,7 +81,7 @@ def default_architecture() -> str:
     if ARCHITECTURE in there:
         return ARCHITECTURE
     found = max(there, key=capability_of)
-    print(f"the library holds nothing for {ARCHITECTURE}: this is {found}", file=sys.stderr)
+    print(f"the library has no code for {ARCHITECTURE}: this is {found}", file=sys.stderr)
     return found
 
 
@@ -91,10 +91,10 @@ def library_kernels(
     *,
     progress: Progress | None = None,
 ) -> dict[Config, Kernel]:
-    """Forward kernels of the installed library, by config, sorted; configs: None takes all.
+    """Forward kernels of the installed library, by config, sorted. configs: None takes all.
 
-    Raises SassError as `reader.load_kernels` does, when the library is not there, and for configs
-    that it does not hold.
+    Raises SassError as `reader.load_kernels` does, if the library is absent, and for configs that
+    it does not hold.
     """
     names = None if configs is None else sorted(config.short_form() for config in configs)
     if names == []:
@@ -107,37 +107,37 @@ def library_kernels(
 
 
 def own_paths(symbol: str, sources: Sequence[Chain]) -> Sequence[Chain]:
-    """The source lines of a kernel, with paths relative to the repository if it is one of this
-    library; of another one as they are."""
+    """Source lines of a kernel. For a kernel of this library, their paths are relative to the
+    repository."""
     config = find_config(symbol)
     return sources if config is None else relative_to_repository(sources, str(config.step.source))
 
 
 def readable_name(symbol: str) -> str:
-    """The short form of a kernel of this library; for others, the name in C++."""
+    """Short form of a kernel of this library; for other kernels the name in C++."""
     config = find_config(symbol)
     return config.short_form() if config else plain_name(symbol)
 
 
 def kernel_names(selectors: Iterable[str]) -> list[str]:
-    """Choice of kernels in a file, as `sass.read.choice` takes it: steps, which may be numbers
-    or ranges, become their namespaces."""
+    """Names of kernels in a file, as `sass.read.choice` takes them. Steps, given as ids, numbers or
+    ranges, become their namespaces."""
     names = []
     for selector in selectors:
         try:
             steps = find_steps(selector) if selector[-1:].isdigit() else None
-        except UsageError:  # no step, but perhaps somebody's kernel
+        except UsageError:  # not a step, so the name of a kernel
             steps = None
         names += [selector] if steps is None else [step.namespace for step in steps]
     return names
 
 
-# -- files of anybody ------------------------------------------------------------------------------
+# -- kernels of any file ---------------------------------------------------------------------------
 
 
 def file_in(text: str) -> KernelPath | None:
-    """The file that FILE or FILE#NAME is; None for what cannot be one, such as a step. Raises
-    UsageError for a file that is not there."""
+    """The file, and perhaps the kernel, that FILE or FILE#NAME names; None for a text that cannot
+    name a file, such as a step. Raises UsageError for an absent file."""
     where = KernelPath.parse(text)
     if where.path.is_file():
         return where
@@ -155,10 +155,12 @@ def file_facts(
     launch: Launch | None = None,
     progress: Progress | None = None,
 ) -> KernelFacts:
-    """Facts of a kernel of a file; for one of this library, of its config.
+    """Facts of a kernel in a file; for a kernel of this library, facts of its config.
 
-    architecture, names: as for `reader.load_kernel`, besides the name in `where`, and it raises as
-    that does. results: as for `config_facts`. launch: None takes that of the config, if it is one.
+    architecture, names: as for `reader.load_kernel`, added to the name in `where`.
+    results: as for `config_facts`. launch: None takes the config's launch, if there is a config.
+
+    Raises as `reader.load_kernel` does.
     """
     names = kernel_names([*where.names, *names])
     kernel = load_kernel(
@@ -174,8 +176,8 @@ def file_facts(
 
 
 def with_sources(kernel: Kernel, folder: Path) -> tuple[Kernel, dict[str, str]]:
-    """The kernel, with paths of the sources that lie beside its file beginning with that folder,
-    and their texts by these paths: files of one name in several folders are several."""
+    """The kernel, and the texts by path of the sources that lie beside its file. Paths in both
+    begin with `folder`, so that files of one name in several folders are told apart."""
     texts = {str(folder / name): text for name, text in read_sources([kernel], folder).items()}
 
     def moved(line: SourceLine) -> SourceLine:
@@ -193,7 +195,7 @@ def with_sources(kernel: Kernel, folder: Path) -> tuple[Kernel, dict[str, str]]:
 
 
 def launch_of(config: Config, problem: Problem | None = None) -> Launch:
-    """How a kernel is launched; for no problem in particular, a block of it."""
+    """Launch of a kernel for a problem; without a problem, a single thread block."""
     if problem is None:
         return Launch(config.n_threads, config.smem_bytes)
     device = largest_device(config.family.capabilities[-1])
@@ -208,20 +210,20 @@ def launch_of(config: Config, problem: Problem | None = None) -> Launch:
 
 
 def unit_of(config: Config) -> Unit | None:
-    """Work of a kernel's loops, where tensor instructions tell it."""
+    """Unit of work of a kernel's loops; None without tensor instructions, which tell it."""
     return Unit(*config.loop_unit) if config.loop_unit else None
 
 
 def trips(kernel: Kernel, config: Config, size: int) -> dict[int, int]:
-    """How often each loop of a kernel is run, by index, for a problem of a size.
+    """Trip count of each loop of a kernel, by the loop's index, for a problem of a size.
 
     Raises NotDeterminedError as `phases.trip_counts` does.
     """
     unit = unit_of(config)
     if unit is None:
         raise NotDeterminedError(
-            f"{config.short_form()} has no tensor instructions: how often its loops are run cannot "
-            "be told"
+            f"{config.short_form()} has no tensor instructions: the trip counts of its loops "
+            "are not known"
         )
     try:
         return trip_counts(kernel, unit, config.loop_runs(size))
@@ -235,7 +237,7 @@ def _size_text(config: Config, size: int) -> str:
 
 
 def predict_config(kernel: Kernel, config: Config, problem: Problem, chip: Chip) -> Prediction:
-    """The least time of a launch for a problem. Raises as `trips` and `bound.predict` do."""
+    """Least time of a launch for a problem. Raises as `trips` and `bound.predict` do."""
     found = trips(kernel, config, size_of(problem))
     return predict(kernel, found, launch_of(config, problem), chip)
 
@@ -251,7 +253,7 @@ class ConfigFacts(KernelFacts):
 
 
 def measured_on(results: BenchmarkResults | None, kernel: Kernel) -> BenchmarkResults | None:
-    """The results, if they are of a GPU of the kernel's architecture."""
+    """The results if their GPU has the kernel's architecture, else None."""
     if results is None:
         return None
     digits = results.provenance.compute_capability.replace(".", "")
@@ -261,8 +263,8 @@ def measured_on(results: BenchmarkResults | None, kernel: Kernel) -> BenchmarkRe
 def timed_launch(
     results: BenchmarkResults, config: Config, size: int
 ) -> tuple[Problem, Chip] | None:
-    """The problem that was timed, and the GPU at its median clock while it was; None if there is no
-    such measurement, no clock was read, or the GPU's number of SMs is not known."""
+    """The timed problem, and the GPU at its median clock during the measurement. None without such
+    a measurement, without a clock, or if the GPU's number of SMs is not known."""
     dtype = config.dtype.short
     found = results.find(config.short_form(), dtype, size)
     sms = SM_COUNTS.get(results.provenance.gpu)
@@ -276,7 +278,7 @@ def config_facts(
 ) -> ConfigFacts:
     """Facts of a kernel, beside the time of its launch for a problem of a size.
 
-    results: of a benchmark; those of another architecture than the kernel's are left aside.
+    results: of a benchmark; results of another architecture than the kernel's are ignored.
     """
     results = measured_on(results, kernel)
     found = results.find(config.short_form(), config.dtype.short, size) if results else None
@@ -305,7 +307,7 @@ def config_facts(
 
 
 def facts_matrix(rows: Sequence[KernelFacts], results: BenchmarkResults | None) -> Matrix:
-    """The matrix of kernels, be they configs or of files. results: as for
+    """The matrix of kernels, which are configs or kernels of files. results: as for
     `config_facts`."""
     where = ""
     if results is not None and any(facts.measurement for facts in rows):
@@ -316,8 +318,8 @@ def facts_matrix(rows: Sequence[KernelFacts], results: BenchmarkResults | None) 
 
 
 def _short_names(rows: Sequence[KernelFacts]) -> list[str]:
-    """Titles: for a config of the installed library its step; for a kernel of a file its own name,
-    the file's, or both, the first that tells all of the comparison apart."""
+    """Titles of the kernels. A config of the installed library has its step. A kernel of a file has
+    its own name, the file's or both: the first of these that tells all kernels apart."""
     own = [f for f in rows if isinstance(f, ConfigFacts) and f.where is None]
     steps = dict(zip(map(id, own), names_of([f.config for f in own]), strict=True))
     files = [(f.where, f.kernel.symbol) for f in rows if f.where is not None]
@@ -337,8 +339,8 @@ def _short_names(rows: Sequence[KernelFacts]) -> list[str]:
 
 
 def _function_name(symbol: str) -> str:
-    """The short form of a config; else the function's own name, without namespaces, arguments and
-    those of a template."""
+    """Short form of a config; else the function's own name, without namespaces, arguments and
+    template arguments."""
     config = find_config(symbol)
     if config is not None:
         return config.short_form()
@@ -350,14 +352,14 @@ def _function_name(symbol: str) -> str:
 
 
 def shipped_ptx(config: Config) -> str:
-    """The PTX that the library ships of a kernel; "" where it is not at hand."""
+    """PTX of a kernel, shipped with the library; "" if it is absent."""
     path = library.ptx_path(config)
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def matrix_page(matrix: Matrix, root: Path) -> str:
-    """The page of a matrix. root: of the repository, whose sources are shown where they are at
-    hand, as are those beside the files of other kernels."""
+    """HTML page of a matrix. root: of the repository. The page shows the repository's sources, and
+    sources beside the files of other kernels, where they exist."""
     rows, ptx, sources = [], [], {}
     for facts in matrix.rows:
         if facts.where is not None and not isinstance(facts, ConfigFacts):
@@ -377,18 +379,18 @@ def matrix_page(matrix: Matrix, root: Path) -> str:
 
 
 def source_diff(before: Step, after: Step, root: Path, fold_namespace: bool = False) -> str:
-    """The unified diff of two steps' own files.
+    """Unified diff of two steps' own files.
 
-    root: of the repository; the sources are not part of the installed package, and where they are
-    missing the text says so. fold_namespace: the steps' namespaces, which differ in every pair, are
-    written as one name.
+    root: of the repository. The sources are not part of the installed package; if they are missing
+    the text says so. fold_namespace: write both steps' namespaces as one name, so that they do not
+    differ.
     """
     texts = []
     for step in (before, after):
         path = root / step.source
         if not path.is_file():
             return (
-                f"{step.source} is not at hand: the sources are no part of the installed package, "
+                f"{step.source} is missing: the sources are not part of the installed package, "
                 "so run the tool from a checkout of the repository\n"
             )
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Kernels through Nsight Compute: time, cycles, and what the hardware counters say of the rest."""
+"""Measurements by Nsight Compute: time, cycles and hardware counters of kernels."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from flash_helpers.measure.results import (
 
 SHOWN_STALLS = 3
 
-# What `--library` calls a library of attention, its name among the contenders of the benchmark, and
-# the pattern of its kernels' names.
+# Names that `--library` takes for libraries of attention, each with its name among the benchmark's
+# contenders and the pattern of its kernels' names.
 LIBRARY_KERNELS: Mapping[str, tuple[str, str]] = {
     "flash": (FLASH, "flash_fwd"),
     "cudnn": (CUDNN, "cudnn|sdpa|fprop"),
@@ -45,7 +45,8 @@ class Counter:
     """A number of one launch.
 
     key: in CSV and JSON, with its unit. title: in tables.
-    metrics: of Nsight Compute; the first that the GPU has is taken. factor: from its unit.
+    metrics: of Nsight Compute; the first that the GPU has is taken. factor: from the metric's unit
+    to the key's.
     """
 
     key: str
@@ -57,15 +58,15 @@ class Counter:
 
 _SHARE = "avg.pct_of_peak_sustained_active"
 
-# Nsight Compute's documentation, "Metrics Reference". The pipe of mma.sync is counted apart from
-# that of Hopper's own instructions where a GPU has both.
+# Nsight Compute's documentation, "Metrics Reference". Where a GPU has both, the pipe of mma.sync is
+# counted apart from the pipe of Hopper's own instructions.
 COUNTERS = (
     Counter("duration_us", "us", ("gpu__time_duration.sum",), 1e-3, 1),
     Counter("cycles", "cycles", ("gpc__cycles_elapsed.max", "sm__cycles_elapsed.max")),
     Counter("registers_per_thread", "registers", ("launch__registers_per_thread",)),
     Counter("occupancy_percent", "occupancy %", (f"sm__warps_active.{_SHARE}",), digits=1),
     Counter("l2_hit_percent", "L2 hit %", ("lts__t_sector_hit_rate.pct",), digits=1),
-    # of 32 bytes; requests of several SMs that meet on the way to L2 are read once
+    # A sector has 32 bytes. Requests of several SMs that meet on the way to L2 count once.
     Counter("l2_sectors", "sectors of L2", ("lts__t_sectors_srcunit_tex_op_read.sum",)),
     Counter(
         "tensor_pipe_percent",
@@ -82,7 +83,7 @@ COUNTERS = (
     ),
     Counter("instructions", "instructions", EXECUTED_METRICS),
 )
-# Why a warp did not issue: the same document, "Warp Stall Reasons".
+# Reasons why a warp did not issue: the same document, "Warp Stall Reasons".
 STALL_REASONS = (
     *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
     *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction"),
@@ -104,10 +105,10 @@ METRICS = (
 class KernelCounters(OfProblem):
     """One kernel on one problem: means over its launches.
 
-    name: what was asked for, a short form or a library's name. kernel: what was launched for it.
+    name: a short form or a library's name, as asked for. kernel: the one that was launched for it.
     values: by key of COUNTERS; None where the GPU has no such number.
-    spread: largest over smallest duration, less 1; None without a duration.
-    stalls: cycles that a warp waited for each reason, per instruction issued; largest first.
+    spread: largest over smallest duration, minus 1; None without a duration.
+    stalls: cycles that a warp waited for each reason, per issued instruction; largest first.
     """
 
     name: str
@@ -134,7 +135,7 @@ class KernelCounters(OfProblem):
 
 @dataclass(frozen=True)
 class NcuResults(RecordFile):
-    """Everything that one run found. profiler: its version."""
+    """Results of one run. profiler: its version."""
 
     FORMAT: ClassVar[int] = 2
     HOLDS: ClassVar[str] = "counters of kernels"
@@ -144,8 +145,8 @@ class NcuResults(RecordFile):
     kernels: tuple[KernelCounters, ...]
 
     def to_csv(self) -> str:
-        """One row a kernel; a column for each field of its problem, each counter, its speed and
-        each stall reason."""
+        """CSV of one row per kernel, with a column for each field of its problem, each counter, its
+        speed and each stall reason."""
         problem = tuple(dict.fromkeys(name for k in self.kernels for name in k.problem))
         counters = [counter.key for counter in COUNTERS]
 
@@ -165,7 +166,7 @@ class NcuResults(RecordFile):
 
 
 def ncu_table(results: NcuResults) -> str:
-    """A row a kernel, and what it was counted on."""
+    """Table of one row per kernel, and lines on the problems and the machine."""
     titles = [counter.title for counter in COUNTERS]
     units = dict.fromkeys(kernel.operation.metric.unit for kernel in results.kernels)
     header = ["kernel", " or ".join(units), *titles, "stalled warp cycles per instruction"]
@@ -196,7 +197,7 @@ def _averages(launches: Sequence[ProfiledLaunch], metric: str) -> float | None:
 def average_launches(
     name: str, problem: Problem, launches: Sequence[ProfiledLaunch]
 ) -> KernelCounters:
-    """The means of one kernel's launches, at least one."""
+    """Means over one kernel's launches, of which there is at least one."""
     values: dict[str, float | None] = {}
     for counter in COUNTERS:
         means = (_averages(launches, metric) for metric in counter.metrics)
@@ -218,7 +219,8 @@ def average_launches(
 
 
 def _short_name(kernel: str) -> str:
-    """The function's name, without its result, its arguments and, for a library, its template."""
+    """Function name without the result type, the arguments and, for a library, the template
+    arguments."""
     if found := launched_config(kernel):
         return found
     name = re.sub(r"^void\s+", "", kernel)
@@ -233,7 +235,8 @@ def profile_kernels(
     profiler: NsightCompute,
     launcher: Sequence[str],
 ) -> tuple[list[KernelCounters], list[str]]:
-    """Count `runs` launches of each library and config; then a line for each that was not counted.
+    """Count `runs` launches of each library and config. Return the counters, and a line for each
+    library or config that was not counted.
 
     libraries: keys of LIBRARY_KERNELS; each is run in the dtypes of the configs.
     launcher: command of a program that takes --kernel, --library, --dtype, --repeat and the shape.

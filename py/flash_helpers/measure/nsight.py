@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
 _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 _REFUSED = re.compile(r"metric\w*\W+(?:regex:)?\^?([a-z]\w*__\w+)", flags=re.IGNORECASE)
-# Among instances is a number for each instruction of the kernel: more than csv allows of itself.
+# A cell of instances may hold a number per instruction of the kernel, more than csv's limit allows.
 _MAX_CELL = 2**31 - 1
 _DENIED = "ERR_NVGPUCTRPERM"
 _INSTANCE = re.compile(r"([A-Za-z_][\w.]*)\s*[:=]\s*(\d[\d,]*(?:\.\d+)?)")
@@ -31,7 +31,7 @@ Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
 class ProfilerError(RuntimeError):
-    """Nsight Compute gave no numbers; the message holds what it said."""
+    """Nsight Compute gave no numbers; the message holds its output."""
 
 
 class ProfilerDenied(ProfilerError):
@@ -39,16 +39,16 @@ class ProfilerDenied(ProfilerError):
 
 
 def operation_metrics(name: str) -> tuple[str, ...]:
-    """Metrics of the instructions executed of a kind, such as "ldsm"."""
+    """Metrics that count executed instructions of a kind, such as "ldsm"."""
     return (f"smsp__inst_executed_op_{name}.sum", f"smsp__sass_inst_executed_op_{name}.sum")
 
 
 @dataclass(frozen=True)
 class ProfiledLaunch:
-    """One launch. values: metric to number; None for a metric that has none here.
+    """One launch. values: number by metric; None for a metric without a number.
 
-    instances: metric to the numbers that its value is made of, by name, such as by opcode; only of
-        metrics that have them, and only if they were asked for.
+    instances: for each metric the parts of its value by name, such as by opcode. Only metrics that
+        have parts are in it, and only if parts were asked for.
     """
 
     kernel: str
@@ -57,7 +57,8 @@ class ProfiledLaunch:
 
 
 def _number(text: str) -> float | None:
-    """The number in a cell such as "1,024 (HMMA: 512)"; None without one, such as n/a."""
+    """The number in a cell such as "1,024 (HMMA: 512)"; None for a cell without one, such as
+    n/a."""
     try:
         found = float(text.partition(" (")[0].replace(",", ""))
     except ValueError:
@@ -72,7 +73,7 @@ def _instances(text: str) -> dict[str, float]:
 
 
 def _rows(text: str) -> list[list[str]]:
-    """The rows of the table in what ncu wrote, its own messages ("==PROF== ...") left out."""
+    """Rows of the table in ncu's output, without its messages ("==PROF== ...")."""
     lines = [line for line in text.splitlines() if not line.startswith("==")]
     start = next((n for n, line in enumerate(lines) if line.lstrip('"').startswith("ID")), None)
     if start is None:
@@ -82,10 +83,10 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def parse_csv(text: str) -> list[ProfiledLaunch]:
-    """The launches of a table of `ncu --csv`, in order.
+    """Parse the launches in a table of `ncu --csv`, in order.
 
-    Both of its forms are read: one row a launch with a column a metric (--page raw, whose second
-    row holds the units), and one row a metric (--page details).
+    The table may have one row per launch and one column per metric (--page raw, with units in the
+    second row), or one row per metric (--page details).
 
     Raises ProfilerError if there is no such table.
     """
@@ -113,24 +114,24 @@ def parse_csv(text: str) -> list[ProfiledLaunch]:
 
 
 def parse_metric_names(text: str) -> frozenset[str]:
-    """The names in what `ncu --query-metrics` prints, without suffixes such as ".sum"."""
+    """Names in the output of `ncu --query-metrics`, without suffixes such as ".sum"."""
     return frozenset(re.findall(r"^\s*([a-z]\w*__\w+)", text, flags=re.MULTILINE))
 
 
 def kernel_pattern(configs: Iterable[Config]) -> str:
-    """The regular expression that the names of these configs' kernels match."""
+    """Regular expression that matches the names of these configs' kernels."""
     return "|".join(dict.fromkeys(name for config in configs for name in config.family.kernels))
 
 
 def launched_config(kernel: str) -> str | None:
-    """The short form that stands in ncu's name of a kernel; None unless it is of this library."""
-    # not config_from_symbol: ncu leaves the namespace out where a name is clear without it
+    """Short form in ncu's name of a kernel; None unless the kernel is of this library."""
+    # config_from_symbol will not do: ncu leaves out the namespace of an unambiguous name.
     found = re.search(rf"(?:{'|'.join(_OWN_KERNELS)})<\s*(\w+)", kernel)
     return found[1] if found else None
 
 
 def find_launch(config: str, launches: Iterable[ProfiledLaunch]) -> ProfiledLaunch | None:
-    """The first launch of the config with this short form, if there is one."""
+    """The first launch of the config with this short form; None without one."""
     return next((launch for launch in launches if launched_config(launch.kernel) == config), None)
 
 
@@ -147,7 +148,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 class NsightCompute:
     """The command line of Nsight Compute.
 
-    executable: its path. raw: a folder that keeps all that it wrote, for diagnosis; or None.
+    executable: its path. raw: a folder that keeps its output, for diagnosis; or None.
     """
 
     executable: str
@@ -156,7 +157,7 @@ class NsightCompute:
 
     @classmethod
     def find(cls, raw: Path | None = None) -> NsightCompute:
-        """The one in PATH, or beside CUDA. Raises ProfilerError if there is none."""
+        """Find Nsight Compute in PATH or beside CUDA. Raises ProfilerError if it is in neither."""
         found = shutil.which("ncu")
         beside = [path for pattern in _PLACES for path in sorted(Path("/").glob(pattern))]
         if found is None and not beside:
@@ -169,21 +170,21 @@ class NsightCompute:
             (self.raw / name).write_text(text)
 
     def version(self) -> str:
-        """Its own name and version, "" if it does not say."""
+        """Version as Nsight Compute prints it; "" if it prints none."""
         lines = self.run([self.executable, "--version"]).stdout.strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def metric_names(self) -> frozenset[str]:
-        """All metrics of this GPU, without suffixes; empty if it does not tell."""
+        """All metrics of this GPU, without suffixes; empty if Nsight Compute does not list them."""
         text = self.run([self.executable, "--query-metrics"]).stdout
         self._keep("query_metrics.txt", text)
         return parse_metric_names(text)
 
     def available(self, metrics: Iterable[str]) -> list[str]:
-        """Those of the metrics that this GPU has; all of them if Nsight Compute does not tell.
+        """The metrics that this GPU has; all of `metrics` if Nsight Compute lists none.
 
-        A launch's own numbers, and what is counted by patching the code, are never listed: they are
-        taken to be there.
+        Nsight Compute never lists a launch's own numbers and metrics counted by patching the code:
+        these are assumed to exist.
         """
         known = self.metric_names()
 
@@ -201,12 +202,12 @@ class NsightCompute:
         *,
         instances: bool = False,
     ) -> list[ProfiledLaunch]:
-        """Run a program and count in its launches of kernels whose name matches `kernel`.
+        """Run a program and profile its launches of kernels whose name matches `kernel`.
 
         Clocks are left as they are. A metric that this GPU does not have is left out of the values.
 
         target: the command. kernel: a regular expression. name: of the files in `raw`.
-        instances: also what the value of a metric is made of, such as counts by opcode.
+        instances: also collect the parts of a metric's value, such as counts by opcode.
 
         Raises ProfilerError if no launch could be counted, ProfilerDenied if that is not allowed.
         """
@@ -233,13 +234,13 @@ class NsightCompute:
     def _attempt(
         self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str, instances: bool
     ) -> tuple[str, str]:
-        """The table that it wrote, and everything that it said."""
+        """The table that Nsight Compute wrote, and all of its output."""
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log.csv"
             command = [
                 *(self.executable, "--csv", "--page", "raw", "--print-units", "base"),
                 *(("--print-metric-instances", "details") if instances else ()),
-                # counters only: the clocks of a shared machine are not ours to set
+                # Count only: the GPU may be shared, so the clocks stay as they are.
                 *("--clock-control", "none", "--cache-control", "none"),
                 *("--target-processes", "all", "--log-file", str(log)),
                 *("--kernel-name", f"regex:{kernel}", "--metrics", ",".join(metrics)),
@@ -258,8 +259,8 @@ def _base(metric: str) -> str:
 
 
 def _refused(said: str) -> set[str]:
-    """Names of the metrics that ncu complains of."""
-    # a line that repeats the command names all of them
+    """Names of the metrics that ncu refuses."""
+    # A line that repeats the command names all metrics.
     lines = [line for line in said.splitlines() if "--metrics" not in line]
     return {name for line in lines for name in _REFUSED.findall(line)}
 

@@ -1,4 +1,4 @@
-"""Counts of what a launch executes: predicted from the SASS, or counted in the simulator."""
+"""Counts of the instructions of a launch: predicted from the SASS, or counted in the simulator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flash_helpers.runtime.backend import Backend
 
 _TMA = "cp.async.bulk.tensor"
-# PTX opcodes begin with one of these; each becomes one SASS instruction.
+# Beginnings of PTX opcodes; each of these instructions becomes one SASS instruction.
 _FAMILIES = {
     "mma": ("mma.",),
     "ldmatrix": ("ldmatrix.",),
@@ -58,11 +58,11 @@ def _named(config: Config, problem: Problem) -> dict[str, Any]:
 
 
 def predict_launch(kernel: Kernel, config: Config, shape: Problem) -> CountedKernel:
-    """Counts of all warps of a launch, from the text alone, or, of a kernel on wgmma, of the
-    opcodes of ONE_FOR_ONE.
+    """Predict the counts of all warps of a launch from the machine code's text; for a kernel on
+    wgmma, only the counts of the opcodes in ONE_FOR_ONE.
 
-    The warps of a kernel on wgmma have roles, and spin where they wait: of them those opcodes are
-    predicted that ptxas makes one for one of PTX, as often as the simulator executes that.
+    The warps of a kernel on wgmma have roles, and spin where they wait. For them, a prediction
+    covers opcodes that ptxas makes one for one of PTX, as often as the simulator executes the PTX.
 
     Raises NotDeterminedError where nothing can be predicted, and as `run_kernel` does.
     """
@@ -84,16 +84,16 @@ def predict_launch(kernel: Kernel, config: Config, shape: Problem) -> CountedKer
 
 
 def _counts_of_warp(kernel: Kernel, times: Sequence[int]) -> dict[str, int]:
-    """Work and filler, each class of opcodes, and each pipe, to which filler does not count.
+    """Counts of work and filler, of each class of opcodes, and of each pipe, filler left out.
 
-    times: executions of each block.
+    times: executions of each basic block.
     """
     counts = count_executed(kernel, times)
     pipes: Counter[str] = Counter()
     for instruction, kind in with_buckets(kernel):
         if kind in (Bucket.EXECUTED, Bucket.PREDICATED):
             pipes[instruction.pipe] += times[instruction.block]
-    # from 8.6 on the heavy half is a part of the FMA pipe
+    # From compute capability 8.6 on, the heavy half is a part of the FMA pipe.
     pipes["fma"] += pipes["fmaheavy"]
     return {
         WORK: counts.work,
@@ -104,9 +104,9 @@ def _counts_of_warp(kernel: Kernel, times: Sequence[int]) -> dict[str, int]:
 
 
 def _predict_roles(kernel: Kernel, config: Config, shape: Problem) -> CountedKernel:
-    """Counts by opcode, without opcodes that occur in the machine code another number of times than
-    in the PTX, or, in `predicted_opcodes`, under a predicate: a GPU counts an instruction whose
-    predicate is false, too."""
+    """Predict counts by opcode. An opcode is left out if its number differs between machine code
+    and PTX. `predicted_opcodes` also leaves out opcodes under a predicate: a GPU counts an
+    instruction even if its predicate is false."""
     from flash_helpers.runtime.simulator import load_kernel
 
     ptx = load_kernel(config, ptx_path(config))
@@ -122,8 +122,8 @@ def _predict_roles(kernel: Kernel, config: Config, shape: Problem) -> CountedKer
     }
     if not counts:
         raise NotDeterminedError(
-            f"{config.short_form()} has no opcode that occurs as often in its machine code as in "
-            "its PTX: the counts cannot be predicted"
+            f"the counts of {config.short_form()} cannot be predicted: no opcode occurs as often "
+            "in its machine code as in its PTX"
         )
     return CountedKernel(
         **_named(config, shape),
@@ -147,7 +147,7 @@ def _simulated(config: Config, shape: Problem) -> tuple[Run, dict[str, torch.Ten
 
 
 def simulated_counts(counters: Counters) -> dict[str, int]:
-    """The simulator's counts by name, of other families of instructions for a kernel on `wgmma`."""
+    """The simulator's counts by name. A kernel on `wgmma` has other families of instructions."""
     by_opcode, total = counters.by_opcode(), counters.total
     counts = {"instructions": total.instructions}
     if total.wgmma:
@@ -164,10 +164,10 @@ def simulated_counts(counters: Counters) -> dict[str, int]:
 def simulate_launch(
     config: Config, shape: Problem, backend: Backend | None = None
 ) -> CountedKernel:
-    """Counts of one kernel in the simulator; with a GPU as the backend its outputs on the same
-    inputs are compared, too.
+    """Count one kernel in the simulator. If the backend is a GPU, compare the outputs on the same
+    inputs, too.
 
-    shape: one for which the config itself is launched.
+    shape: a problem for which the config itself is launched.
     """
     from flash_helpers.check.debugging import run_on
 
@@ -197,7 +197,7 @@ def compare_outputs(one: torch.Tensor, other: torch.Tensor) -> OutputComparison:
     unit = torch.finfo(one.dtype).eps * torch.exp2((exponent - 1).double())
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
-        """Neighbouring floats as neighbouring integers; both zeros are 0."""
+        """Integers for which neighbouring floats are neighbours; both zeros become 0."""
         bits = x.contiguous().view(torch.int16).int()
         return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 

@@ -1,4 +1,4 @@
-"""How fast a chip multiplies matrices: the ceilings that a kernel's speed is set against."""
+"""Rates at which a chip multiplies matrices: ceilings for a kernel's speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MATMUL_SIZE = 8192  # rows, columns and depth of the matrix product
 
 @dataclass(frozen=True)
 class RateWork:
-    """Something whose speed is a property of the chip. operations: floating-point, per launch."""
+    """A work whose speed is a property of the chip. operations: floating-point operations per
+    launch."""
 
     operations: int
     launch: Work
@@ -28,14 +29,14 @@ MakeRateWork = Callable[[Element], RateWork]
 
 
 def matmul_work(dtype: Element, device: torch.device, size: int = MATMUL_SIZE) -> RateWork:
-    """The product of two square matrices, as PyTorch's library does it."""
+    """Product of two square matrices by PyTorch's library."""
     a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype.torch_name), device=device)
     product = torch.empty_like(a)
     return RateWork(2 * size**3, lambda: torch.matmul(a, b, out=product))
 
 
 def mma_sync_work(dtype: Element, device: torch.device) -> RateWork:
-    """mma.sync m16n8k16 back to back on registers. Raises RuntimeError if the library lacks it."""
+    """Loop of mma.sync m16n8k16 on registers. Raises RuntimeError if the library lacks it."""
     loop = MmaLoop(dtype, device)
     return RateWork(loop.operations, loop.launch)
 
@@ -55,8 +56,7 @@ def measure_rates(
     protocol: Protocol,
     sensor: GpuSensor,
 ) -> list[RateRecord]:
-    """How fast the chip does each of the works under each load, interleaved like the contenders of
-    a problem.
+    """Measure the rate of each work under each load, interleaved like the contenders of a problem.
 
     A work that raises gets records with the failure.
     """

@@ -31,11 +31,11 @@ from flash_helpers.sass.read.opcodes import tensor_peak
 
 Own = TypeVar("Own", bound="RecordFile")
 
-RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
+RESULTS = Path("benchmarks/results/h100.json")  # shown in tables, plots and pages
 
 
 def control_name(operation: Operation) -> str:
-    """Return the name of the first library's second contender, which tells the noise."""
+    """Return the name of the first library's second contender, which measures the noise."""
     return f"{operation.first}_again"
 
 
@@ -45,7 +45,7 @@ CUDNN = "pytorch_cudnn"
 FLASH_ATTN = "flash_attn"
 FA3 = "fa3"
 CONTROL = "pytorch_flash_again"
-# Of every operation: contenders that are no kernels.
+# Contenders of every operation that are not kernels.
 LIBRARY_NAMES: Mapping[str, str] = MappingProxyType(
     {
         name: title
@@ -59,7 +59,7 @@ LIBRARY_NAMES: Mapping[str, str] = MappingProxyType(
         )
     }
 )
-BEST_OTHER = "best_other"  # stands for the fastest library, which may be another at each size
+BEST_OTHER = "best_other"  # stands for the fastest library at each size
 MATMUL = "matmul"
 MMA_SYNC = "mma_sync"
 RATE_NAMES = {MATMUL: "matmul", MMA_SYNC: "mma.sync"}
@@ -83,11 +83,12 @@ class _Head:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A JSON file of ours: a few entries, and lists of records, each on a line, so that differences
-    can be read.
+    """A JSON file of a few entries and lists of records, one record per line, so that a diff is
+    readable.
 
-    FORMAT: its number. HOLDS: its contents, in words. A field with a default may be absent, as in
-    older files; entries that are no fields, such as those that follow from others, are not read.
+    FORMAT: number of the format. HOLDS: the file's contents, in words. A field with a default may
+    be absent, as in older files. Entries that are not fields, such as derived numbers, are not
+    read.
     """
 
     FORMAT: ClassVar[int]
@@ -114,8 +115,8 @@ class RecordFile:
 
     @classmethod
     def load(cls: type[Own], path: Path) -> Own:
-        """Read what `save` wrote. Raises OSError, and ValueError that names the file for anything
-        else."""
+        """Read a file of `save`. Raises OSError, and ValueError with the file's name for other
+        contents."""
         try:
             text = path.read_bytes()
             found = msgspec.json.decode(text, type=_Head).format
@@ -137,7 +138,7 @@ def size_of(problem: Problem) -> int:
 class OfProblem:
     """A record of one problem. problem: `Problem.record()`.
 
-    Raises ValueError where that is no record.
+    Raises ValueError if `problem` is not the record of a problem.
     """
 
     problem: dict[str, Any]
@@ -172,16 +173,17 @@ class Measurement(OfProblem):
 
     name: a kernel's short form, or a key of LIBRARY_NAMES.
     ran: short form of the config that was launched for it; empty for a library.
-    samples_ms: milliseconds per launch, one value a round, each the mean over a sample's launches.
-    first_ms: the same of the operation's first library, of the sample that stands next to it in its
-        round; empty if that was not timed.
-    sm_mhz, power_w, temperature_c: of the GPU at the end of each sample; empty where the driver
-        does not tell.
-    max_abs_error, relative_error: the worst of all verifications, before and after timing;
-        max_abs_bound, relative_bound: what was allowed there; None of what was not verified.
-    failure: why there are no samples to trust; empty if the output was right before and after.
-    code: digest of the machine code that was launched (flash_helpers.measure.code); empty for a
-        library, and where it is not known.
+    samples_ms: milliseconds per launch, one value per round, each the mean over the launches of a
+        sample.
+    first_ms: milliseconds per launch of the operation's first library, from the sample next to this
+        one in the same round; empty if the library was not timed.
+    sm_mhz, power_w, temperature_c: of the GPU at the end of each sample; empty if the driver does
+        not tell.
+    max_abs_error, relative_error: the worst of all verifications, before and after timing.
+    max_abs_bound, relative_bound: limits of these errors. All four are None without verification.
+    failure: reason for missing samples; empty if the output was right before and after timing.
+    code: digest of the launched machine code (flash_helpers.measure.code); empty for a library and
+        where it is unknown.
     """
 
     name: str
@@ -204,27 +206,29 @@ class Measurement(OfProblem):
 
     @property
     def key(self) -> tuple[str, Problem, str]:
-        """The contender, the whole problem and the load: no two results share it."""
+        """The contender, the whole problem and the load; unique among results."""
         return self.name, self.asked, self.load
 
     @property
     def config(self) -> Config | None:
-        """The kernel's config; None for a library. Raises ValueError if there is none any more."""
+        """The kernel's config; None for a library. Raises ValueError if the registry no longer has
+        the config."""
         return None if self.name in LIBRARY_NAMES else config_from_short_form(self.name)
 
     @property
     def valid(self) -> bool:
-        """True if the output was right and there is a time."""
+        """True if the output was right and was timed."""
         return not self.failure and bool(self.samples_ms)
 
     @property
     def median_ms(self) -> float:
-        """Median over the rounds."""
+        """Median over the rounds, in milliseconds per launch."""
         return statistics.median(self.samples_ms)
 
     @property
     def of_first(self) -> list[float]:
-        """Speed over that of the first library's sample next to it, one value a round."""
+        """Ratio of speeds to the first library's sample next to each sample, one value per
+        round."""
         return [first / own for first, own in zip(self.first_ms, self.samples_ms, strict=True)]
 
     @property
@@ -239,17 +243,18 @@ class Measurement(OfProblem):
 
     @property
     def is_verified(self) -> bool:
-        """Whether the output was compared: a copy, which only bounds a speed, has none."""
+        """Whether the output was compared. A copy, which only bounds a speed, is not."""
         return self.relative_bound is not None
 
 
 @dataclass(frozen=True)
 class RateRecord:
-    """How fast the chip multiplies matrices, measured in the process that timed the kernels.
+    """Rate at which the chip multiplies matrices, measured in the process that timed the kernels.
 
     name: a key of RATE_NAMES: a square matrix product of the library, or mma.sync back to back on
-        registers. operations: floating-point operations of one launch.
-    samples_ms: milliseconds per launch, one value a round. failure: why there are none, or empty.
+        registers. operations: floating-point operations per launch.
+    samples_ms: milliseconds per launch, one value per round. failure: reason for missing samples,
+        or empty.
     """
 
     name: str
@@ -261,7 +266,7 @@ class RateRecord:
 
     @property
     def tflops(self) -> float | None:
-        """10^12 floating-point operations a second, at the median time."""
+        """10^12 floating-point operations per second, at the median time; None after a failure."""
         if not self.samples_ms:
             return None
         return self.operations / (statistics.median(self.samples_ms) * 1e-3) / 1e12
@@ -269,8 +274,7 @@ class RateRecord:
 
 @dataclass(frozen=True)
 class LibraryRecord:
-    """A package that was measured beside PyTorch, by the name it is installed by, and its
-    version."""
+    """A package that was measured beside PyTorch. name: as pip knows it."""
 
     name: str
     version: str
@@ -278,7 +282,8 @@ class LibraryRecord:
 
 @dataclass(frozen=True)
 class SkippedRecord(OfProblem):
-    """A contender that was left out of a problem, and why. name: empty if all were left out."""
+    """A contender that was left out of a problem, and the reason. name: empty if all contenders
+    were left out."""
 
     problem: dict[str, Any]
     reason: str
@@ -286,7 +291,7 @@ class SkippedRecord(OfProblem):
 
     @property
     def key(self) -> tuple[str, Problem]:
-        """The contender and the whole problem: no two records share it."""
+        """The contender and the whole problem; unique among records."""
         return self.name, self.asked
 
 
@@ -294,7 +299,8 @@ class SkippedRecord(OfProblem):
 class ResourceRecord:
     """Resources of a kernel on the GPU that was measured.
 
-    registers, local_bytes: per thread. smem_bytes: per block. blocks_per_sm: resident at a time.
+    registers, local_bytes: per thread. smem_bytes: per thread block. blocks_per_sm: thread blocks
+    resident at a time.
     """
 
     name: str
@@ -306,7 +312,7 @@ class ResourceRecord:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Machine, software and date of a measurement. A text is empty where the machine does not tell.
+    """Machine, software and date of a measurement. A text is empty where it is unknown.
 
     commit: of the sources, with "-dirty" if they differ from it. max_sm_mhz, power_limit_w: as
     nvidia-smi prints them.
@@ -328,14 +334,15 @@ class Provenance:
 
     @property
     def device(self) -> Device:
-        """The GPU; one that `SM_COUNTS` lacks is taken for the largest of its capability."""
+        """The GPU. A GPU that `SM_COUNTS` lacks counts as the largest of its compute
+        capability."""
         major, minor = map(int, self.compute_capability.split("."))
         largest = largest_device(10 * major + minor)
         return Device(self.gpu, (major, minor), SM_COUNTS.get(self.gpu, largest.sms))
 
     def sentence(self, *facts: str, clock: str = "") -> str:
-        """The line below a table: GPU, driver, the facts and the sources, without unknown ones.
-        clock: its place is behind the GPU."""
+        """Line below a table: GPU, driver, the facts and the sources, without unknown ones. clock:
+        text that follows the GPU."""
         driver = f"driver {self.driver}" if self.driver else ""
         commit = f"commit {self.commit}" if self.commit else ""
         parts = (self.gpu, clock, driver, *facts, self.date, commit)
@@ -343,28 +350,28 @@ class Provenance:
 
     @property
     def tensor_peak(self) -> int | None:
-        """Operations that the tensor cores of all SMs do in a cycle at most, in 16 bits; None if
-        the GPU's number of SMs is not known."""
+        """Most 16-bit operations per cycle of the tensor cores of all SMs; None if the GPU's number
+        of SMs is not known."""
         sms = SM_COUNTS.get(self.gpu)
         rate = sms and tensor_peak(int(self.compute_capability.replace(".", "")))
         return sms * rate if sms and rate else None
 
     @property
     def built_with(self) -> str:
-        """The compiler of the kernels, as one of the facts."""
+        """The compiler of the kernels, in words for `sentence`; "" if unknown."""
         return f"kernels built with {self.library}" if self.library else ""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the chip is when a sample is taken.
+    """Work of the chip around a sample.
 
-    sample_ms: a sample launches often enough to take at least so long.
-    lead_ms: right before it the contender runs for so long untimed, while the host waits for the
-        sample before it: the chip is never idle. Before the first round it is kept busy until its
-        speed is steady.
-    rest: after a sample the chip idles for so many times the sample's time at least, and until it
-        draws little power (flash_helpers.measure.machine.GpuSensor.rest).
+    sample_ms: least duration of a sample, which launches as often as that takes.
+    lead_ms: milliseconds that the contender runs untimed right before its sample, while the host
+        waits for the sample before it, so that the chip is never idle. Before the first round the
+        chip is kept busy until its speed is steady.
+    rest: least idle time of the chip after a sample, as a multiple of the sample's time. The chip
+        idles until it draws little power (flash_helpers.measure.machine.GpuSensor.rest).
     """
 
     name: str
@@ -374,14 +381,14 @@ class Load:
 
     @property
     def slice_ms(self) -> float:
-        """Wall-clock milliseconds of a sample, if no launch is longer."""
+        """Wall-clock milliseconds per sample, if no launch is longer."""
         return self.lead_ms + self.sample_ms * (1 + self.rest)
 
 
-# A power-limited chip is faster in the first milliseconds after a pause than under load that stays:
-# on an H100 cuDNN at 4096 by a quarter. A burst is few launches of a chip that idles for two thirds
-# of the time. Under sustained load the limiter needs longer than a tenth of a second to settle on a
-# contender: with a lead of 80 ms, flash behind step 1, which draws little, ran 10% fast.
+# A power-limited chip is faster in the first milliseconds after a pause than under sustained load:
+# cuDNN at 4096 on an H100 by a quarter. A burst is a few launches on a chip that idles for two
+# thirds of the time. Under sustained load the power limiter needs more than a tenth of a second to
+# settle on a contender. With a lead of 80 ms, flash ran 10% fast after step 1, which draws little.
 LOADS: Mapping[str, Load] = MappingProxyType(
     {
         BURST: Load(BURST, sample_ms=10.0, rest=2.0),
@@ -392,15 +399,15 @@ LOADS: Mapping[str, Load] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Protocol:
-    """How each number was taken.
+    """Protocol of a measurement.
 
-    rounds: samples of a contender under each load, at most.
-    min_rounds: samples that are taken even if the time budget is spent.
+    rounds: most samples per contender and load.
+    min_rounds: samples per contender and load that are taken even if the time budget is spent.
     loads: in order.
-    timing: one of TIMING_CHOICES: launches are replayed from a CUDA graph, or issued one by one.
-    cache: one of CACHE_CHOICES: launches go round several sets of inputs, or the L2 cache is
-        overwritten before each launch, outside of its time.
-    mantissa_bits: of inputs, at most; fp16 has 10, bf16 has 7.
+    timing: one of TIMING_CHOICES. Launches are replayed from a CUDA graph, or issued one by one.
+    cache: one of CACHE_CHOICES. Launches rotate through several sets of inputs, or the L2 cache is
+        overwritten before each launch, outside of the timed span.
+    mantissa_bits: most mantissa bits of inputs; fp16 has 10, bf16 has 7.
     """
 
     rounds: int = 7
@@ -413,19 +420,22 @@ class Protocol:
     mantissa_bits: int = FP16_MANTISSA_BITS
 
 
-# A size, or a problem, which is needed where results have several problems of one size.
+# A size, or a problem, which is needed if results have several problems of one size.
 Place = int | Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkResults(RecordFile):
-    """Everything that one run of the benchmark found.
+    """Results of one run of the benchmark.
 
-    A speed over another's is formed within each round, between samples that stand next to each
-    other, so that a clock that drifts cancels: `pairs`. load: name of one; None stands for
-    `main_load`. Of a contender's name BEST_OTHER may take the place. size: of a problem
-    (`OfProblem.size`), or the problem itself where the results have several of one size and dtype.
-    Speeds are in the unit of the operation's metric.
+    Ratios of speeds are formed within each round, between neighbouring samples, so that a drifting
+    clock cancels (`pairs`). Speeds are in the unit of the operation's metric.
+
+    Arguments of the methods:
+    load: name of a load; None stands for `main_load`.
+    name: of a contender; BEST_OTHER stands for the fastest library.
+    size: of a problem (`OfProblem.size`), or the problem itself if the results have several of one
+    size and dtype.
     """
 
     FORMAT: ClassVar[int] = 4
@@ -440,16 +450,16 @@ class BenchmarkResults(RecordFile):
     measurements: tuple[Measurement, ...]
 
     def require_same_run(self, other: BenchmarkResults, path: Path) -> None:
-        """Raise ValueError unless the other's measurements could stand beside these, as of one run.
+        """Raise ValueError unless the other results can be added to these, as if of one run.
 
-        path: of the file that these were read from.
+        path: of the file that holds these results.
         """
         own, others = asdict(self.provenance), asdict(other.provenance)
         for name in own:
             if name not in ("date", "command") and own[name] != others[name]:
                 raise ValueError(
-                    f"{path} was measured with {name} {own[name]!r} and this is {others[name]!r}: "
-                    "go on with that, or name another file"
+                    f"{path} was measured with {name} {own[name]!r} and this run has "
+                    f"{others[name]!r}: use the file's {name}, or name another file"
                 )
         for name, what in (
             ("protocol", "options"),
@@ -458,12 +468,12 @@ class BenchmarkResults(RecordFile):
         ):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(
-                    f"{path} was measured with other {what}: go on with those, or name another file"
+                    f"{path} was measured with other {what}: use those, or name another file"
                 )
 
     @functools.cached_property
     def operation(self) -> Operation:
-        """The operation that was measured. Raises ValueError unless it is one."""
+        """The measured operation. Raises ValueError unless there is exactly one."""
         found = {m.operation.name: m.operation for m in self.measurements}
         if not found:
             raise ValueError("the results hold no measurement: run the benchmark first")
@@ -480,17 +490,17 @@ class BenchmarkResults(RecordFile):
 
     @property
     def first(self) -> str:
-        """The library that is 100%; "" if nothing was measured."""
+        """Name of the library that is 100%; "" if nothing was measured."""
         return next(iter(self.library_names), "")
 
     @property
     def first_short(self) -> str:
-        """Its name in tables."""
+        """Name of the first library in tables."""
         return self.operation.short_name(self.first) if self.measurements else ""
 
     @property
     def control(self) -> str:
-        """The first library once more; "" if nothing was measured."""
+        """Name of the control, the first library's second contender; "" if nothing was measured."""
         return control_name(self.operation) if self.measurements else ""
 
     @functools.cached_property
@@ -499,7 +509,8 @@ class BenchmarkResults(RecordFile):
 
     @functools.cached_property
     def _problems(self) -> Mapping[tuple[str, int], Problem]:
-        """The problem of each dtype at each size. Raises ValueError where there are several."""
+        """The problem of each dtype at each size. Raises ValueError if a dtype and a size have
+        several problems."""
         found: dict[tuple[str, int], Problem] = {}
         for m in self.measurements:
             known = found.setdefault((m.dtype, m.size), m.asked)
@@ -513,21 +524,21 @@ class BenchmarkResults(RecordFile):
 
     @property
     def loads(self) -> list[str]:
-        """Names of the loads measured under, in order of appearance."""
+        """Names of the loads of the measurements, in order of appearance."""
         return list(dict.fromkeys(m.load for m in self.measurements))
 
     @property
     def main_load(self) -> str:
-        """The load that is meant where none is named: bursts if they were measured.
+        """The default load: bursts if they were measured.
 
-        Steps are compared where the clock does not move: in bursts every contender runs at the
-        highest one, and flash differs least from itself.
+        In bursts every contender runs at the highest clock, and the first library differs least
+        from itself, so steps are compared there.
         """
         return BURST if BURST in self.loads else next(iter(self.loads), BURST)
 
     @property
     def failures(self) -> list[Measurement]:
-        """Kernels without a trustworthy time; a library that does not run here is no failure."""
+        """Kernels without a trustworthy time. A library that does not run here is not a failure."""
         return [m for m in self.measurements if m.failure and m.name not in LIBRARY_NAMES]
 
     @property
@@ -541,7 +552,7 @@ class BenchmarkResults(RecordFile):
         return sorted({m.size for m in self.measurements})
 
     def of_steps(self, steps: Collection[str]) -> BenchmarkResults:
-        """Without the kernels of all other steps. steps: ids."""
+        """Results of some steps: without the kernels of all other steps. steps: ids."""
 
         def stays(name: str) -> bool:
             return name in ("", *LIBRARY_NAMES) or config_from_short_form(name).step.id in steps
@@ -559,7 +570,7 @@ class BenchmarkResults(RecordFile):
     def find(
         self, name: str, dtype: str, size: Place, load: str | None = None
     ) -> Measurement | None:
-        """The valid measurement of a contender at one size, if there is one.
+        """The valid measurement of a contender at one size; None without one.
 
         Raises ValueError for a size of which the results have several problems.
         """
@@ -571,8 +582,8 @@ class BenchmarkResults(RecordFile):
     def fastest(
         self, names: Iterable[str], dtype: str, size: Place, load: str | None = None
     ) -> Measurement | None:
-        """The measurement of the fastest of some contenders at one size, if one was measured; of
-        those whose outputs were compared."""
+        """The measurement of the fastest contender of some at one size, among those whose outputs
+        were compared; None if none was measured."""
         found = (self.find(name, dtype, size, load) for name in names)
         right = (m for m in found if m is not None and m.is_verified)
         return max(right, key=lambda m: m.speed, default=None)
@@ -580,8 +591,8 @@ class BenchmarkResults(RecordFile):
     def speed(
         self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
-        """Speed of a contender at one size, or the harmonic mean over all of them; None if one that
-        it takes is missing."""
+        """Speed of a contender at one size, or the harmonic mean over all sizes; None if a
+        measurement that it needs is missing."""
         sizes = self.sizes if size is None else [size]
         found = [m.speed for n in sizes if (m := self.find(name, dtype, n, load))]
         return statistics.harmonic_mean(found) if found and len(found) == len(sizes) else None
@@ -589,11 +600,11 @@ class BenchmarkResults(RecordFile):
     def pairs(
         self, name: str, other: str, dtype: str, size: Place, load: str | None = None
     ) -> list[float]:
-        """A contender's speed over another's at one size, one value a round; none unless both
-        were measured.
+        """Ratios of a contender's speed to another's at one size, one value per round; none unless
+        both were measured.
 
-        Each sample's speed is taken over that of the first library's sample next to it, if there is
-        one, before the two are divided.
+        Each sample's speed is first divided by the speed of the first library's sample next to it,
+        if there is one.
         """
         own, base = (self.find(n, dtype, size, load) for n in (name, other))
         if own is None or base is None:
@@ -612,8 +623,8 @@ class BenchmarkResults(RecordFile):
         size: Place | None = None,
         load: str | None = None,
     ) -> float | None:
-        """A contender's speed over another's: the median of `pairs` at one size; else of the
-        harmonic means over all, when each size has the ratio of its median."""
+        """Ratio of a contender's speed to another's: at one size the median of `pairs`; else the
+        ratio of the harmonic means over all sizes, each size at its median ratio."""
         if size is not None:
             found = self.pairs(name, other, dtype, size, load)
             return statistics.median(found) if found else None
@@ -628,20 +639,20 @@ class BenchmarkResults(RecordFile):
         return base / own if own else None
 
     def noise(self, dtype: str, size: Place | None = None, load: str | None = None) -> float | None:
-        """How far from 1 the `ratio` of two equal kernels lies, told from the control's ratios to
-        the first library; None without a control.
+        """Distance from 1 that the `ratio` of two equal kernels may have, according to the
+        control's ratios to the first library; None without a control.
 
-        At one size, the farther end of the `interval` of the rounds of all sizes: its own are too
-        few to tell. Of the mean over sizes, the farthest of the rounds, each with the harmonic mean
-        of its ratios at all sizes: what differs from size to size cancels there as it does in the
-        mean that is compared.
+        At one size it is the farther end of the `interval` over the rounds of all sizes, since the
+        rounds of one size are too few. For the mean over sizes it is the farthest round, where each
+        round has the harmonic mean of its ratios at all sizes. Differences between sizes cancel in
+        that mean, as they do in the compared mean.
         """
         each = [self.pairs(self.control, self.first, dtype, n, load) for n in self.sizes]
         if size is not None:
             ratios = list(itertools.chain.from_iterable(each))
             found: Sequence[float] = interval(ratios) if ratios else ()
         else:
-            # a round that some sizes had no time for has no mean
+            # A round that some sizes had no time for has no mean.
             found = [statistics.harmonic_mean(ratios) for ratios in zip(*each, strict=False)]
         return max((abs(ratio - 1) for ratio in found), default=None)
 
@@ -654,7 +665,7 @@ class BenchmarkResults(RecordFile):
         load: str | None = None,
     ) -> bool:
         """Whether the `ratio` of two contenders, at one size or of the means, lies within the
-        `noise` of the same; False if one of the two is not known."""
+        `noise` there; False if ratio or noise is not known."""
         ratio = self.ratio(name, other, dtype, size, load)
         noise = self.noise(dtype, size, load)
         return ratio is not None and noise is not None and abs(ratio - 1) <= noise
@@ -662,15 +673,15 @@ class BenchmarkResults(RecordFile):
     def of_first(
         self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
-        """Speed over that of the first library, which is PyTorch's flash backend for attention: at
-        one size, or of the harmonic means."""
+        """Ratio of the speed to the first library's, which is PyTorch's flash backend for
+        attention: at one size, or of the harmonic means."""
         return self.ratio(name, self.first, dtype, size, load)
 
     def of_best_other(
         self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
-        """Speed over that of the fastest library: at one size, or of the harmonic means, when
-        each size has its own fastest."""
+        """Ratio of the speed to the fastest library's: at one size, or of the harmonic means, where
+        each size has its own fastest library."""
         return self.ratio(name, BEST_OTHER, dtype, size, load)
 
     def of_tensor_peak(
@@ -679,10 +690,11 @@ class BenchmarkResults(RecordFile):
         """Share of the tensor cores' peak at this clock, TFLOP/s / (FLOP per SM and cycle · SMs ·
         SM clock): at one size, or the harmonic mean over all.
 
-        Derived, not counted by the chip: the operations are those of the problem, at the median
-        time, and the clock is the median of what the driver told at the end of each sample. An SM
-        does 4096 FLOP a cycle on 9.0, by wgmma (flash_helpers.sass.read.opcodes). None where the
-        peak or a clock is not known, and for an operation that is not measured in TFLOP/s.
+        The share is derived, not counted by the chip. The operations are those of the problem, at
+        the median time, and the clock is the median of the driver's readings at the end of each
+        sample. An SM of compute capability 9.0 does 4096 FLOP per cycle by wgmma
+        (flash_helpers.sass.read.opcodes). The result is None if the peak or a clock is not known,
+        and for an operation that is not measured in TFLOP/s.
         """
         sizes = self.sizes if size is None else [size]
         measured = [self.find(name, dtype, n, load) for n in sizes]
@@ -695,7 +707,7 @@ class BenchmarkResults(RecordFile):
         return statistics.harmonic_mean(shares) if shares else None
 
     def rate(self, name: str, dtype: str, load: str | None = None) -> float | None:
-        """TFLOP/s of one of RATE_NAMES, if it was measured."""
+        """TFLOP/s of one of RATE_NAMES; None if it was not measured."""
         key = (name, dtype, load or self.main_load)
         found = (r.tflops for r in self.rates if (r.name, r.dtype, r.load) == key)
         return next(found, None)
@@ -708,15 +720,15 @@ class BenchmarkResults(RecordFile):
         size: Place | None = None,
         load: str | None = None,
     ) -> float | None:
-        """Speed over one of RATE_NAMES: at one size, or of the harmonic mean over all; None for an
-        operation that is not measured in TFLOP/s."""
+        """Ratio of the speed to one of RATE_NAMES: at one size, or for the harmonic mean over all
+        sizes; None for an operation that is not measured in TFLOP/s."""
         if not self.measurements or self.operation.metric != TFLOPS:
             return None
         own, other = self.speed(name, dtype, size, load), self.rate(rate, dtype, load)
         return own / other if own and other else None
 
     def derived(self, m: Measurement) -> dict[str, float | str | None]:
-        """Numbers that follow from a valid measurement and its neighbours, by CSV column."""
+        """Numbers derived from a valid measurement and its neighbours, by CSV column."""
         place = (m.name, m.dtype, m.asked, m.load)
         first = self.first
         shares = {first: self.of_first(*place)}
@@ -742,11 +754,11 @@ class BenchmarkResults(RecordFile):
 
     @property
     def _speed_column(self) -> str:
-        """The speed's name in columns, its unit: tflops, gbs."""
+        """Name of the speed's column, after its unit: tflops, gbs."""
         return re.sub(r"\W", "", self.operation.metric.unit).lower()
 
     def document(self) -> dict[str, Any]:
-        """The entries; a valid measurement also has the derived numbers, which are not read
+        """Entries of the file. A valid measurement also has the derived numbers, which are not read
         back."""
         rows = (
             asdict(m) | ({"derived": self.derived(m)} if m.valid else {}) for m in self.measurements
@@ -754,7 +766,7 @@ class BenchmarkResults(RecordFile):
         return super().document() | {"measurements": tuple(rows)}
 
     def to_csv(self) -> str:
-        """One row a measurement, with the problem's fields and the derived numbers."""
+        """CSV of one row per measurement, with the problem's fields and the derived numbers."""
         first = self.first
         columns = (
             *("name", "step", "load", "code"),
@@ -768,7 +780,7 @@ class BenchmarkResults(RecordFile):
         def cells(m: Measurement) -> list[Any]:
             config = m.config
             found = asdict(m) | m.problem | {"step": config.step.id if config else None}
-            found |= dict.fromkeys(READINGS)  # of a sample each
+            found |= dict.fromkeys(READINGS)  # columns with a reading per sample
             found |= self.derived(m) if m.valid else {}
             return [found.get(column) for column in columns]
 
@@ -776,10 +788,10 @@ class BenchmarkResults(RecordFile):
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval of the middle 80% of the values.
+    """Interval that holds the middle 80% of the values.
 
-    Of few rounds that is nearly all of them: a dip of one in three is shown, while one in twenty
-    does not make the interval. The quartiles of three rounds would hide it.
+    With few rounds it covers nearly all of them: it shows one slow round in three, which quartiles
+    would hide, but not one in twenty.
     """
     if len(values) == 1:
         return values[0], values[0]
@@ -788,13 +800,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def load_results(path: Path) -> BenchmarkResults:
-    """Read what `BenchmarkResults.save` wrote. Raises as `RecordFile.load` does."""
+    """Read a file of `BenchmarkResults.save`. Raises as `RecordFile.load` does."""
     return BenchmarkResults.load(path)
 
 
 def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
-    """Results that tables, plots and pages show for each family, by its name, all of one GPU: the
-    given ones, unless the repository at root has a file FAMILY_GPU.json of that GPU.
+    """Results that tables, plots and pages show for each family, by the family's name. All are of
+    one GPU: the given results, or a family's own file FAMILY_GPU.json of that GPU below `root`.
 
     Raises as `load_results` does, and ValueError for a family that was measured on other GPUs only.
     """
@@ -812,7 +824,7 @@ def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, Benchm
             others = ", ".join(sorted({of.provenance.gpu for of in own}))
             raise ValueError(
                 f"family {family} was measured on {others}, and the other families on {gpu}: "
-                "speeds of two GPUs are not compared, measure it on that one "
+                f"speeds of two GPUs are not compared, measure {family} on {gpu} "
                 "(benchmarks/measure_family.py)"
             )
         found[family] = same[-1] if same else results
@@ -820,24 +832,25 @@ def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, Benchm
 
 
 def best_files(root: Path) -> list[Path]:
-    """The files below the repository of what a call gets that names no kernel, FAMILY_best_*.json,
-    by GPU."""
+    """Files of the repository with the speeds of calls that name no kernel, FAMILY_best_*.json, by
+    GPU."""
     return sorted((root / RESULTS).parent.glob("*_best_*.json"))
 
 
 def refuse_another_gpu(path: Path, gpu: str) -> None:
-    """Raise ValueError if the file holds results of another GPU; one that is absent holds none.
+    """Raise ValueError if the file holds results of another GPU, or no results. An absent file
+    passes.
 
-    gpu: the name of this one. A file that holds no results is refused too.
+    gpu: name of this GPU.
     """
     if path.exists():
         refuse_mixing(path, load_results(path).provenance.gpu, gpu)
 
 
 def refuse_mixing(path: Path, measured: str, gpu: str) -> None:
-    """Raise ValueError unless the GPU that a file holds results of is this one."""
+    """Raise ValueError unless a file's GPU, `measured`, is this one."""
     if measured != gpu:
         raise ValueError(
             f"{path} holds results of {measured} and this is {gpu}: results of two GPUs are never "
-            "mixed, name another file or move that one away"
+            "mixed, name another file or move the old one away"
         )

@@ -1,5 +1,5 @@
-"""Time on a device: samples of launches, from CUDA graphs or one by one, in interleaved rounds,
-under a given load: bursts of a rested chip, or without a pause."""
+"""Time on a device: samples of launches, from CUDA graphs or one by one, in interleaved rounds.
+The load is bursts after rests, or sustained without a pause."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from flash_helpers.measure.machine import GpuSensor, Reading
 from flash_helpers.measure.results import Load, Protocol
 
-# A sample of works timed one by one has at most so many: each costs two events and a flush.
+# Most works in a sample that times them one by one: each costs two events and a flush.
 MAX_FLUSHED_WORKS = 100
-GRAPH_MS = 10.0  # a graph holds enough launches to take so long; a longer sample replays it
-HEAT = 11  # samples that share one of the reference, at most
-WARM_UP_MS = 1000.0  # of load, then its speed is compared with that of the second before
+GRAPH_MS = 10.0  # duration of a graph's launches; a longer sample replays the graph
+HEAT = 11  # most samples that share one sample of the reference
+WARM_UP_MS = 1000.0  # duration of load, whose speed is compared with the second before it
 MAX_WARM_UPS = 10
-STEADY = 0.01  # a change of speed that is none
+STEADY = 0.01  # a smaller relative change of speed counts as none
 COOL_DOWN_S = 1.0  # before the first burst
 SHORTEST_MS = 1e-6
 
@@ -34,8 +34,8 @@ Work = Callable[[], object]
 class CudaTimer:
     """Graphs and events that measure time on one CUDA device, which must be the current one.
 
-    timing: one of TIMING_CHOICES; "events" records no graph. flushes: it overwrites the last cache
-    before each launch.
+    timing: one of TIMING_CHOICES; "events" records no graph. flushes: whether the timer overwrites
+    the L2 cache before each launch.
     """
 
     flushes = False
@@ -46,7 +46,7 @@ class CudaTimer:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the last cache."""
+        """Size of the L2 cache."""
         return torch.cuda.get_device_properties(self._device).L2_cache_size
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class CudaTimer:
         return torch.empty(2 * self.cache_bytes, dtype=torch.uint8, device=self._device)
 
     def record(self, work: Work) -> Work:
-        """Something that repeats the work that `work` puts on the device, with less host time."""
+        """Return a work that repeats `work` on the device with less host time."""
         if not self._has_graphs:
             return work
         graph = torch.cuda.CUDAGraph()
@@ -67,11 +67,11 @@ class CudaTimer:
         return replay
 
     def start(self, work: Work, times: int = 1) -> Callable[[], float]:
-        """Put the work on the device `times` times; the result waits for the last one's end, and
-        gives the milliseconds of all.
+        """Put the work on the device `times` times. Return a function that waits for the end and
+        gives the milliseconds of all repetitions.
 
-        The last cache is overwritten before: meanwhile the host puts the work in line, so that its
-        time has no pause of the device in it.
+        The L2 cache is overwritten first. Meanwhile the host enqueues the work, so that the timed
+        span contains no pause of the device.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._overwritten.zero_()
@@ -92,7 +92,7 @@ class CudaTimer:
 
 
 class FlushingTimer(CudaTimer):
-    """Overwrites the L2 cache before each work, and times the work alone."""
+    """A timer that overwrites the L2 cache before each work, and times the work alone."""
 
     flushes = True
 
@@ -103,7 +103,8 @@ class FlushingTimer(CudaTimer):
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """An older graph that the collector destroys would invalidate the one that is captured."""
+    """Suspend garbage collection: destroying an older graph would invalidate the graph that is
+    being captured."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,9 +122,10 @@ def make_timer(device: torch.device, protocol: Protocol) -> CudaTimer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A timed unit: a work so many times.
+    """A timed unit: a work repeated `times` times.
 
-    n_launches: of what is measured, in all of it. lead: times that the work is done untimed before.
+    n_launches: launches of the measured kernel in all repetitions. lead: untimed repetitions of the
+    work before.
     """
 
     work: Work
@@ -132,15 +134,16 @@ class Sample:
     lead: int = 0
 
     def start_lead(self) -> None:
-        """Put what comes before it on the device."""
+        """Put the untimed repetitions on the device."""
         for _ in range(self.lead):
             self.work()
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A sample that was taken. ms: milliseconds per launch. reference_ms: the same of the
-    reference's sample next to it, if there is a reference. reading: of the GPU at its end."""
+    """A sample that was taken. ms: milliseconds per launch. reference_ms: milliseconds per launch
+    of the reference's sample next to it, if there is a reference. reading: of the GPU at the
+    sample's end."""
 
     ms: float
     reference_ms: float | None
@@ -148,13 +151,13 @@ class Taken:
 
 
 def heats(n: int, done: int, reference: int | None, seed: int = 0) -> list[list[int]]:
-    """The order of the `done`-th round of samples 0 … n - 1: groups of HEAT at most, each with the
+    """Order of the `done`-th round of samples 0 … n - 1: groups of HEAT at most, each with the
     reference in its middle.
 
-    Every second round has the order of the one before it reversed, so that a drifting clock harms
-    all alike; each pair of rounds and each seed has another order, the same in every run. With
-    neighbours that never change, who comes after a contender that heats the chip would always find
-    a slower clock.
+    Every second round reverses the order of the round before it, so that a drifting clock affects
+    all alike. Each pair of rounds and each seed has another order, the same in every run. With
+    fixed neighbours, a contender that follows one that heats the chip would always find a slower
+    clock.
     """
     order = [index for index in range(n) if index != reference]
     random.Random(f"{seed} {done // 2}").shuffle(order)
@@ -178,11 +181,11 @@ def interleaved_rounds(
     seed: int = 0,
     may_continue: Callable[[int], bool] = lambda done: True,
 ) -> list[list[Taken]]:
-    """Each sample as it was taken in each round, in the order of `heats`.
+    """Take the samples in rounds, in the order of `heats`; return each sample's results by round.
 
-    reference: index of the sample that is taken in each heat; its result is the mean of a
-    round's, and its last reading. may_continue: called with the number of rounds done before each
-    round.
+    reference: index of the sample that is taken in each heat. Its result for a round is the mean
+    over the round's heats, with the last reading. may_continue: called before each round with the
+    number of rounds done.
     """
     taken: list[list[Taken]] = [[] for _ in samples]
     if samples and load.lead_ms:
@@ -211,7 +214,8 @@ def interleaved_rounds(
 def _take_in_turn(
     samples: Iterable[Sample], timer: CudaTimer, load: Load, sensor: GpuSensor
 ) -> Iterator[tuple[float, Reading | None]]:
-    """Milliseconds per launch of each sample, one after the other, and what was read at its end."""
+    """Milliseconds per launch of each sample, taken one after the other, and the reading at its
+    end."""
 
     def finish(sample: Sample, wait: Callable[[], float]) -> tuple[float, Reading | None]:
         ms = wait()
@@ -222,7 +226,7 @@ def _take_in_turn(
 
     running = None
     for sample in samples:
-        sample.start_lead()  # the device does this while the host waits for the one before
+        sample.start_lead()  # runs while the host waits for the sample before
         if running is not None:
             yield finish(*running)
         running = sample, timer.start(sample.work, sample.times)
@@ -231,7 +235,7 @@ def _take_in_turn(
 
 
 def warm_up(sample: Sample, timer: CudaTimer, load: Load) -> None:
-    """Keep the device busy until a second of load takes as long as the one before it."""
+    """Keep the device busy until its speed is steady from one second of load to the next."""
     times = max(1, round(sample.times * WARM_UP_MS / load.sample_ms))
     before = math.inf
     for _ in range(MAX_WARM_UPS):
@@ -243,8 +247,8 @@ def warm_up(sample: Sample, timer: CudaTimer, load: Load) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """A work as its timer repeats it best. ms: milliseconds that it takes. n_launches: of what is
-    measured, in it. most: how often a sample may repeat it."""
+    """A work in the form that its timer repeats. ms: milliseconds per repetition. n_launches:
+    launches of the measured kernel in it. most: how often a sample may repeat it."""
 
     work: Work
     ms: float
@@ -252,7 +256,7 @@ class Recording:
     most: int | None
 
     def sample(self, load: Load) -> Sample:
-        """One that lasts about as long as the load says."""
+        """Return a sample that takes about as long as the load asks for."""
         times = max(1, round(load.sample_ms / self.ms))
         lead = math.ceil(load.lead_ms / self.ms)
         if self.most:
@@ -261,23 +265,23 @@ class Recording:
 
 
 def record(work: Work, n_launches: int, timer: CudaTimer, protocol: Protocol) -> Recording:
-    """A work recorded, so that it can be timed under each of the protocol's loads.
+    """Record a work, so that it can be timed under each of the protocol's loads.
 
-    n_launches: in one work. The work is done three times or more.
+    n_launches: per work. The work runs three times or more.
     """
 
     def repeated() -> None:
         for _ in range(n_works):
             work()
 
-    work()  # the first call may load code or choose an algorithm
+    work()  # The first call may load code or choose an algorithm.
     timer.synchronize()
     once = max(timer.start(work)(), SHORTEST_MS)
     shortest_ms = min(GRAPH_MS, *(load.sample_ms for load in protocol.loads))
-    # a flushed cache is flushed before each launch
+    # A timer that flushes does so before each launch.
     n_works = 1 if timer.flushes else max(1, math.ceil(shortest_ms / once))
     replay = timer.record(repeated)
-    # the host may have been what the work took its time for
+    # The time may have been the host's instead of the device's.
     replayed_ms = max(timer.start(replay)(), SHORTEST_MS)
     most = MAX_FLUSHED_WORKS if timer.flushes else None
     return Recording(replay, replayed_ms, n_launches * n_works, most)

@@ -1,7 +1,8 @@
-"""best_config(): the fastest config that a sweep found for a GPU, among those that were built;
-choose_config(): the one for a problem.
+"""best_config(): the fastest built config that a sweep found for a GPU; choose_config(): the config
+for a problem.
 
-The files are those of configs/best_*.json in the repository when the library was built.
+Winners come from the files configs/best_*.json of the repository, as they were when the library was
+built.
 """
 
 from __future__ import annotations
@@ -40,22 +41,25 @@ def best_config(
     causal: bool = False,
     seq_len: int | None = None,
 ) -> Config:
-    """The fastest built config of a step and dtype on a device, as far as sweeps have found out.
+    """The fastest built config of a step and dtype on a device, according to sweeps.
 
-    step: its id, such as "v16"; a number alone means the ampere family. dtype: such as
-        torch.bfloat16 or "bf16". device: the current CUDA device by default. causal: for causal
-        problems. seq_len: for problems of about this length; in the mean over lengths by default.
+    step: id, such as "v16"; a number alone means the ampere family.
+    dtype: such as torch.bfloat16 or "bf16".
+    device: the current CUDA device by default.
+    causal: choose for causal problems.
+    seq_len: choose for problems of about this length; by default for the mean over lengths.
 
-    It is the first of these that is known and was built:
-      1. the winner of a sweep on a GPU of this name, which is of an earlier step where that was
-         faster, if the steps were tuned together;
-      2. the winner on another GPU of the same compute capability, the first by its name;
-      3. the step's fixed config, or the causal one of its tile, as for steps that have nothing to
-         tune and on the CPU, where kernels are simulated.
-    A winner on this very GPU that was not built is announced by a RuntimeWarning.
+    The result is the first of these that is known and was built:
+      1. the winner of a sweep on a GPU of this name. If steps were tuned together, it may be a
+         config of an earlier step that was faster.
+      2. the winner on another GPU of the same compute capability, the first by the GPU's name.
+      3. the step's fixed config, or the causal config of its tile. Steps without options to tune
+         have only this one, and so does the CPU, where kernels are simulated.
+    A RuntimeWarning names a winner on this very GPU that was not built.
 
-    Raises ValueError for a step or dtype that does not exist, a step without a causal kernel if one
-    is wanted, and if not even the fixed config was built; RuntimeError if the library is not there.
+    Raises ValueError for a step or dtype that does not exist, for a step without a causal kernel if
+    `causal` is set, and if not even the fixed config was built. Raises RuntimeError if the library
+    is absent.
     """
     found = find_steps(str(step)) or ()
     if len(found) != 1:
@@ -78,16 +82,18 @@ def best_config(
 
 
 def choose_config(problem: Problem, device: torch.device) -> Config:
-    """Return the built config that computes a problem on a device when none is named.
+    """Return the built config that computes a problem on a device when the call names none.
 
-    It is the first that supports the problem among, for the last step of each family that runs on
-    the device, the newest family first: the winners of its sweeps for such problems, the one that
-    should be the fastest on this one first (`BestConfig.for_problem`), its fixed config, and their
-    variants (`Config.variants`). If no sweep has looked at the step yet, the last one before it
-    that a sweep knows stands for it, tile by tile.
+    Candidates come from the last step of each family that runs on the device, the newest family
+    first. The result is the first of these that supports the problem:
+      1. winners of the step's sweeps for such problems, the fastest for this problem first
+         (`BestConfig.for_problem`);
+      2. the step's fixed config;
+      3. variants of both (`Config.variants`).
+    If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 
-    Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
-    that runs no kernel, and if the library is not there.
+    Raises ValueError, with the nearest supported problem, if no config supports it. Raises
+    RuntimeError for a GPU that runs no kernel, and if the library is absent.
     """
     own = [family for family in FAMILIES.values() if family.operation.name == problem.operation]
     on_gpu = device.type == "cuda"
@@ -96,14 +102,14 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
 
 
 def config_for(problem: Problem, gpu: Device | None) -> Config:
-    """Return the config that `choose_config` takes on a GPU, which need not be here; None is the
-    CPU."""
+    """Return the config that `choose_config` takes on a GPU, which need not be present. gpu: None
+    is the CPU."""
     return first_that_takes(problem, _candidates(problem, gpu))
 
 
 def newest_that_takes(problem: Problem) -> Config | None:
-    """Return the built config of the last step of the newest family that takes a problem, on
-    whatever GPU or in the simulator; None if there is none."""
+    """Return the built config of the last step in the newest family that takes a problem, on any
+    GPU or in the simulator; None without one."""
     newest = sorted(library.kernels(), key=lambda c: (c.family.rank, c.step.number), reverse=True)
     return next((config for config in newest if not config.refusal(problem)), None)
 
@@ -128,22 +134,22 @@ def _candidates(problem: Problem, gpu: Device | None) -> tuple[Config, ...]:
     if not found:
         raise RuntimeError(
             f"no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short} was built: "
-            "`python -m flash_attention` lists those that were"
+            "`python -m flash_attention` lists the built kernels"
         )
     return tuple(found)
 
 
 def _last_swept(step: Step, dtype: Element, gpu: Device | None, options: Mapping[str, Any]) -> Step:
-    """The last step of the family that sweeps have found a winner for, no later than this one; this
-    one if there is none."""
+    """The family's last step with a winner of a sweep, up to and including `step`; `step` itself if
+    there is none."""
     steps = [*FAMILIES[step.family].steps.values()][: step.number]
     known = (s for s in reversed(steps) if _winners(s, dtype, gpu, options, BestConfig.at_size))
     return next(known, step)
 
 
 def _succeeded(config: Config, swept: Step, step: Step) -> Config:
-    """The step's kernel instead of that of the step that was swept, unless it cannot have the tile;
-    another step's kernel stays."""
+    """The swept step's config as a config of `step`, unless `step` cannot have the tile. A config
+    of a third step stays."""
     if config.step is swept:
         with contextlib.suppress(ValueError):
             return config.at_step(step)
@@ -165,8 +171,8 @@ def _winners(
     options: Mapping[str, Any],
     in_order: Callable[[BestConfig], list[Config]],
 ) -> list[Config]:
-    """Winners in the files of this GPU, then of others of its compute capability, each in some
-    order; none for the CPU."""
+    """Winners in the file of this GPU, then in the files of other GPUs of its compute capability;
+    none for the CPU."""
     if gpu is None:
         return []
     capability = ".".join(map(str, gpu.capability))
@@ -189,7 +195,7 @@ def _winners(
 
 
 def _gpu(device: torch.device | str | int | None) -> Device | None:
-    """The GPU that is a CUDA device, the current one by default; None for any other device."""
+    """The GPU of a CUDA device, the current device by default; None for any other device."""
     wanted = torch.device("cuda", device) if isinstance(device, int) else device
     if wanted is not None and torch.device(wanted).type != "cuda":
         return None

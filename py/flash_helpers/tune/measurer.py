@@ -1,4 +1,4 @@
-"""Questions to the measuring process, whose answers a journal keeps."""
+"""Questions to the measuring process, and a journal that keeps its answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from flash_helpers.tune.process import (
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """Outcome of one question to the measuring process. failure: why the measurements are not
-    to be trusted, or empty."""
+    """Outcome of one question to the measuring process. failure: reason for distrusting the
+    measurements, or empty."""
 
     key: str
     failure: str
@@ -35,23 +35,23 @@ class JournalEntry:
 
 
 class Journal:
-    """Answers of the measuring process by what was asked, in a file that is only appended to."""
+    """Answers of the measuring process, by question, in a file that is only appended to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[str, JournalEntry] = {}
         for line in path.read_text().splitlines() if path.is_file() else ():
-            # a line cut short, or of an older format: measure again
+            # A line that was cut short or has an older format: measure again.
             with contextlib.suppress(ValueError):
                 entry = msgspec.json.decode(line, type=JournalEntry)
                 self._entries[entry.key] = entry
 
     def find(self, key: str) -> JournalEntry | None:
-        """The entry under the key, if there is one."""
+        """The entry under a key; None without one."""
         return self._entries.get(key)
 
     def note(self, entry: JournalEntry) -> None:
-        """Keep what was measured; it is on the disk when this returns."""
+        """Keep an entry; it is on the disk when this returns."""
         self._entries[entry.key] = entry
         self._path.parent.mkdir(parents=True, exist_ok=True)
         is_whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
@@ -66,8 +66,8 @@ class Journal:
 class Measurer:
     """One worker and its journal.
 
-    worker must have been started: info is its answer. kernel_s: seconds that one kernel's
-    measurement may take. notes: sizes that were skipped, and why.
+    worker: must have been started; info is its answer. kernel_s: most seconds for one kernel's
+    measurement. notes: sizes that were skipped, and the reasons.
     """
 
     worker: WorkerProcess
@@ -79,7 +79,7 @@ class Measurer:
     def measure(
         self, cubins: Sequence[Cubin], sizes: Sequence[int], protocol: Protocol
     ) -> JournalEntry:
-        """The journal's entry, or else the worker's answer, which is noted.
+        """Return the journal's entry, or else the worker's answer, which the journal then keeps.
 
         cubins: of one operation, measured on the same problems.
         """
@@ -88,7 +88,7 @@ class Measurer:
         names = [cubin.config.short_form() for cubin in cubins]
         asked = [
             [cubin.code for cubin in cubins],
-            names if len(names) > 1 else [],  # one may be noted for another name of the same code
+            names if len(names) > 1 else [],  # a single one may be kept under a name of equal code
             asdict(self.info),
             [config.measured(size).record() for size in sizes],
             asdict(protocol),
@@ -106,7 +106,7 @@ class Measurer:
         request = Request(kernels, tuple(sizes), protocol)
         found = self._ask(key, request, first)
         if any(m.failure for m in found.measurements if m.name == first):
-            # what the kernel before this one did to memory may be why
+            # The kernel before this one may have damaged memory.
             found = self._ask(key, request, first)
         self.journal.note(found)
         return found
@@ -126,7 +126,7 @@ class Measurer:
                 self.notes.append(note)
         wrong = [m for m in answer.measurements if m.failure]
         if wrong:
-            # a kernel that writes where it should not may have spoilt what the next one reads
+            # A kernel that writes out of bounds may have damaged the next kernel's inputs.
             self.worker.end()
         failure = ""
         if not answer.measurements:

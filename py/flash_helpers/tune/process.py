@@ -1,6 +1,6 @@
-"""A kept measuring process: asked, waited for no longer than agreed, replaced when it dies.
+"""Client of the measuring process: asks it, waits up to a time limit, replaces it when it dies.
 
-What talks to a GPU is the process (flash_helpers.tune.worker), not this.
+Only that process (flash_helpers.tune.worker) uses the GPU.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from flash_helpers.compile.compiler import kill_group
 from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord
 
 WORKER_COMMAND = (sys.executable, "-m", "flash_helpers.tune.worker")
-START_TIMEOUT_S = 300.0  # PyTorch and CUDA, from a cold disk
+START_TIMEOUT_S = 300.0  # for PyTorch and CUDA, from a cold disk
 
 
 class WorkerError(RuntimeError):
-    """The process did not answer, or answered with an error; the message says which."""
+    """The process did not answer, or answered with an error; the message says so."""
 
 
 class WorkerNotStarted(WorkerError):
-    """There is no process to ask, and none can be had."""
+    """There is no process to ask, and none can be started."""
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """GPU and software of a worker. smem_bytes: shared memory that a thread block may have."""
+    """GPU and software of a worker. smem_bytes: most shared memory per thread block."""
 
     gpu: str
     compute_capability: str
@@ -48,13 +48,13 @@ class WorkerInfo:
 
     @property
     def architecture(self) -> int:
-        """90 for compute capability 9.0."""
+        """Compute capability as a number: 90 for 9.0."""
         return int(self.compute_capability.replace(".", ""))
 
 
 @dataclass(frozen=True)
 class KernelFile:
-    """A compiled kernel: its config's short form, the file, and the kernel's symbol in it."""
+    """A compiled kernel: its config's short form, its file, and its symbol in the file."""
 
     config: str
     cubin: str
@@ -63,8 +63,8 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class Request:
-    """Kernels that are measured on the same problems, beside the first library of their operation
-    at some sizes."""
+    """Kernels to measure on the same problems, beside the first library of their operation. sizes:
+    of the problems."""
 
     kernels: tuple[KernelFile, ...]
     sizes: tuple[int, ...]
@@ -73,14 +73,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Measurements of a worker, and the problems that do not fit in the GPU's memory."""
+    """Measurements by a worker, and the problems that do not fit in the GPU's memory."""
 
     measurements: tuple[Measurement, ...]
     skipped: tuple[SkippedRecord, ...]
 
 
 class WorkerProcess:
-    """A context that has a worker from its first question on, whatever became of the last one."""
+    """A context that has a worker from its first question on, and replaces a worker that died."""
 
     def __init__(
         self, command: Sequence[str] = WORKER_COMMAND, start_timeout_s: float = START_TIMEOUT_S
@@ -104,7 +104,7 @@ class WorkerProcess:
         self._said.close()
 
     def start(self) -> WorkerInfo:
-        """Start a worker, in the place of one that there may be. Raises WorkerNotStarted."""
+        """Start a worker, and end the one before it, if any. Raises WorkerNotStarted."""
         self.end()
         self._said.seek(0)
         self._said.truncate()
@@ -114,7 +114,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
-                start_new_session=True,  # Ctrl-C ends the sweep, which ends the worker
+                start_new_session=True,  # Ctrl-C ends the sweep, and the sweep ends the worker
             )
         except OSError as error:
             raise WorkerNotStarted(f"{self._command[0]} cannot be run: {error}") from error
@@ -124,16 +124,16 @@ class WorkerProcess:
             raise WorkerNotStarted(str(error)) from error
 
     def ask(self, request: Request, timeout_s: float) -> Answer:
-        """The answer to a request.
+        """Return the answer to a request.
 
-        Raises WorkerError if there is none within timeout_s seconds, if the process dies, or if it
-        answers with an error; it is gone then, and the next question gets another. WorkerNotStarted
-        if there is none to ask.
+        Raises WorkerError without an answer within timeout_s seconds, if the process dies, or if it
+        answers with an error. The process is gone then, and the next question starts another.
+        Raises WorkerNotStarted if there is no process to ask.
         """
         if self._process is None:
             self.start()
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died: reading says how
+        with contextlib.suppress(OSError):  # the process has died: reading tells how
             self._process.stdin.write(f"{json.dumps(asdict(request))}\n".encode())
             self._process.stdin.flush()
         return msgspec.convert(self._read_line(timeout_s), Answer)
@@ -161,7 +161,7 @@ class WorkerProcess:
         return answer
 
     def _last_words(self) -> str:
-        """How the process that has closed its output ended, and the last line that it said."""
+        """Exit of the process that closed its output, in words, with its last line of output."""
         assert self._process is not None
         try:
             status = self._process.wait(timeout=10)
@@ -171,16 +171,16 @@ class WorkerProcess:
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return f"the process died ({how}): {lines[-1] if lines else 'it said nothing'}"
+        return f"the process died ({how}): {lines[-1] if lines else 'it printed nothing'}"
 
     def end(self) -> None:
-        """End the process, if there is one; the next question gets another."""
+        """End the process, if there is one; the next question starts another."""
         if self._process is None:
             return
         kill_group(self._process)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):  # what was written last is not delivered
+                with contextlib.suppress(OSError):  # the last request was not delivered
                     stream.close()
         self._process = None
         self._unread = b""

@@ -1,12 +1,13 @@
 """The search for the fastest configs of a GPU: compile, drop, verify, time, and choose.
 
-Each candidate is compiled on the side and dropped if it spills or does not fit. One that is left is
-verified and timed beside the operation's first library, in turns, in a process of its own
-(flash_helpers.tune.process), so that it is ranked by a ratio that a drifting clock leaves alone,
-and so that it may hang or crash. Candidates with the same machine code share a measurement. The
-fastest few of each step then meet in one run at all sizes, and the harmonic mean decides.
+Each candidate is compiled in the background and dropped if it spills or does not fit. A candidate
+that is left is verified and timed in turns with the operation's first library, so that the ratio
+which ranks it does not depend on a drifting clock. This happens in a separate process
+(flash_helpers.tune.process), which a candidate may crash or hang. Candidates with the same machine
+code share a measurement. The fastest few of each step then meet in one run at all sizes, and the
+harmonic mean decides.
 
-What was measured is in a journal as soon as it is known: a sweep that was stopped goes on there.
+A journal keeps each measurement at once, so that an interrupted sweep can continue.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from flash_helpers.tune.winners import BestAtSize, BestConfig, GpuFile
 N_FINALISTS = 5
 AT_LENGTH_GAIN = 1.01
 SCREEN_SIZES = (1024, 4096)
-# Short samples, one after the other: what is ranked is a ratio within a round. So close together,
-# contenders share one clock, and one that draws more power does not pay for it: the last round lets
-# the limiter settle on each.
+# Short samples, one after the other, since candidates are ranked by a ratio within a round. Samples
+# so close together share one clock, and a contender that draws more power does not pay for it. In
+# the last round the power limiter settles on each contender.
 SCREEN_PROTOCOL = Protocol(rounds=5, loads=(Load("turns", sample_ms=3.0),))
 FINAL_PROTOCOL = Protocol(rounds=3, loads=(LOADS[SUSTAINED],))
 
 TIMED = "timed"
 DROPPED = "dropped"  # before it was run
 FAILED = "failed"  # when it was run
-NOT_RUN = "not run"  # the time was over
+NOT_RUN = "not run"  # the time budget was spent
 
 Progress = Callable[["SweepRow"], object]
 
@@ -54,12 +55,13 @@ Progress = Callable[["SweepRow"], object]
 class SweepRow:
     """Outcome of one candidate.
 
-    outcome: TIMED, DROPPED, FAILED or NOT_RUN; reason: of all but the first.
-    registers, spill_bytes (stores and loads): per thread, as ptxas says; None if it was not
-        compiled. smem_bytes: per block.
-    code: digest of the machine code; same_as: the candidate of the same code that was run for it.
-    of_first: speed over that of the operation's first library, of the harmonic means over the sizes
-        of the first round; final_of_first: the same over all sizes, of those that came so far.
+    outcome: TIMED, DROPPED, FAILED or NOT_RUN. reason: of every outcome except TIMED.
+    registers, spill_bytes (stores and loads): per thread, as ptxas reports; None if the candidate
+        was not compiled. smem_bytes: per thread block.
+    code: digest of the machine code. same_as: the candidate of the same code that was run for it.
+    of_first: ratio of the harmonic mean of the speed to that of the operation's first library, over
+        the sizes of the first round.
+    final_of_first: the ratio over all sizes; only of candidates that reached the last round.
     """
 
     name: str
@@ -79,7 +81,7 @@ class SweepRow:
 
 
 def mean_speed(measurements: Iterable[Measurement], name: str) -> float | None:
-    """Harmonic mean of a contender's speed over all sizes; None if one is missing."""
+    """Harmonic mean of a contender's speed over all sizes; None if a size is missing."""
     own = [m for m in measurements if m.name == name]
     if not own or not all(m.valid for m in own):
         return None
@@ -95,9 +97,9 @@ def _ratio(measurements: Sequence[Measurement], config: Config) -> float | None:
 def _at_sizes(
     measurements: Iterable[Measurement], winner: Config, configs: Iterable[Config]
 ) -> Iterator[BestAtSize]:
-    """The speeds at all sizes of those configs that at one of them are the fastest, and faster
-    than the winner of the mean by more than AT_LENGTH_GAIN, so that no kernel is built for less
-    than what measurements differ by."""
+    """Speeds at all sizes of the configs that are the fastest at one of them. A config counts only
+    if it is faster there than the winner of the mean by more than AT_LENGTH_GAIN, so that no kernel
+    is built for a gain within the noise."""
     names = {config.short_form() for config in configs}
     speeds: dict[int, dict[str, float]] = {}
     for m in measurements:
@@ -119,7 +121,7 @@ Contest = tuple[str, Element, tuple[tuple[str, Any], ...]]
 
 
 def kernel_of(config: Config, step: str = "") -> Contest:
-    """The contest of one config: its step, or another that it competes for, its dtype, and the
+    """The contest of one config: its step or another step that it competes for, its dtype, and the
     options of its problems, such as causal."""
     return step or config.step.id, config.dtype, tuple(sorted(config.supports.options.items()))
 
@@ -127,7 +129,7 @@ def kernel_of(config: Config, step: str = "") -> Contest:
 def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> list[Config]:
     """Every config once: `first`, then the rest in a fixed random order.
 
-    A sweep that is stopped early has then seen some of every corner.
+    A sweep that is stopped early has then covered the space evenly.
     """
     ahead = list(dict.fromkeys(first))
     rest = sorted(set(configs) - set(ahead))
@@ -139,9 +141,9 @@ def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> 
 class Sweep:
     """One search, on the GPU of one worker.
 
-    sizes: of the final round. spill_bytes: stores and loads of a thread that are allowed.
-    deadline: of `time.monotonic`, after which no candidate is begun. date, commit: marks of the
-    rows. step: the one that all configs compete for; "" for each its own.
+    sizes: of the final round. spill_bytes: allowed stores and loads per thread. deadline: on the
+    clock of `time.monotonic`; no candidate is begun after it. date, commit: recorded in the rows.
+    step: the one that all configs compete for; "" if each competes for its own.
     """
 
     compiler: CubinCompiler
@@ -165,7 +167,7 @@ class Sweep:
 
         champions: the winners of earlier sweeps; they come first, and may spill.
 
-        Raises WorkerNotStarted if the process that died under one cannot be replaced.
+        Raises WorkerNotStarted if a process that a candidate killed cannot be replaced.
         """
         self._champions = frozenset(champions)
         fitting = []
@@ -187,27 +189,27 @@ class Sweep:
                 self._keep(self._row(config, None, NOT_RUN, reason), progress)
 
     def _obstacle(self, config: Config) -> str:
-        """Why a config cannot be measured here; "" if it can."""
+        """Reason why a config cannot be measured here; "" if it can."""
         capability = divmod(self.measurer.info.architecture, 10)
         if reason := config.family.refusal_on(self.measurer.info.gpu, capability):
             return reason
         if config.smem_bytes > self.measurer.info.smem_bytes:
             return (
-                f"needs {config.smem_bytes} bytes of shared memory a block, "
+                f"needs {config.smem_bytes} bytes of shared memory per block, "
                 f"{self.measurer.info.gpu} has {self.measurer.info.smem_bytes}"
             )
         shapes = (config.measured(n) for n in {*self.sizes, *self.screen_sizes})
         return first_refusal(config, shapes)
 
     def choose(self, *contest: Any) -> BestConfig | None:
-        """The fastest config of a contest (`kernel_of`), by a run of the fastest few at all sizes;
-        None if none was timed."""
+        """Choose the fastest config of a contest (`kernel_of`) by a run of the fastest few at all
+        sizes; None if no config was timed."""
         rows = [
             row
             for config, row in self._rows.items()
             if kernel_of(config, self.step) == contest and row.of_first is not None
         ]
-        fastest: dict[str, Config] = {}  # of each code
+        fastest: dict[str, Config] = {}  # by digest of the machine code
         for row in sorted(rows, key=lambda row: (-(row.of_first or 0), row.name)):
             if len(fastest) < N_FINALISTS:
                 fastest.setdefault(row.code, config_from_short_form(row.name))
@@ -283,7 +285,7 @@ class Sweep:
         if spilled > limit and config not in self._champions:
             reason = (
                 f"spills: {report.spill_store_bytes} bytes stored and {report.spill_load_bytes} "
-                f"loaded a thread, {limit} allowed"
+                f"loaded per thread, {limit} allowed"
             )
             return self._row(config, cubin, DROPPED, reason)
         self._cubins[config] = cubin
@@ -303,7 +305,7 @@ class Sweep:
         cubins = [self._cubins[config] for config in finalists]
         found = self.measurer.measure(cubins, self.sizes, FINAL_PROTOCOL)
         if found.failure and len(finalists) > 1:
-            # One of them took all along: each by itself, beside the library.
+            # A finalist broke the common run: measure each by itself, beside the library.
             return [m for config in finalists for m in self._final([config])]
         for config in finalists:
             own = [m.failure for m in found.measurements if m.name == config.short_form()]
@@ -316,7 +318,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTable(GpuFile):
-    """All that sweeps have found on one GPU."""
+    """Outcomes of all candidates of sweeps on one GPU."""
 
     FORMAT: ClassVar[int] = 2
     HOLDS: ClassVar[str] = "sweep"
@@ -324,7 +326,8 @@ class SweepTable(GpuFile):
     rows: tuple[SweepRow, ...]
 
     def updated(self, rows: Iterable[SweepRow]) -> SweepTable:
-        """With these in the place of others of their names; by step, dtype and name."""
+        """A table in which these rows replace those of the same names, sorted by step, dtype and
+        name."""
         by_name = {row.name: row for row in (*self.rows, *rows)}
         ordered = sorted(
             by_name.values(), key=lambda row: (list(STEPS).index(row.step), row.dtype, row.name)
@@ -333,15 +336,15 @@ class SweepTable(GpuFile):
 
 
 def load_sweep(path: Path, gpu: str, compute_capability: str) -> SweepTable:
-    """Read what `SweepTable.save` wrote; an empty table if there is no such file.
+    """Read a file of `SweepTable.save`; an empty table if the file is absent.
 
-    Raises OSError, and ValueError for a file of something else or of another GPU.
+    Raises OSError, and ValueError for a file with other contents or of another GPU.
     """
     return SweepTable.load_own(path, SweepTable(gpu, compute_capability, ()))
 
 
 def outcomes_text(rows: Sequence[SweepRow]) -> str:
-    """How many candidates came to what, e.g. "12 timed, 3 of them by the same code as another; 4
+    """Number of candidates by outcome, e.g. "12 timed, 3 of them by the same code as another; 4
     dropped"."""
     parts = []
     for outcome in (TIMED, DROPPED, FAILED, NOT_RUN):

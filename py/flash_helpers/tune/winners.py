@@ -1,5 +1,5 @@
-"""Findings of sweeps, a pair of files per GPU: the fastest configs, which the generator
-and `flash_attention.best_config` read, and all candidates (flash_helpers.tune.sweep)."""
+"""Results of sweeps, in a pair of files per GPU. One holds the fastest configs, for the generator
+and `flash_attention.best_config`, the other all candidates (flash_helpers.tune.sweep)."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ Own = TypeVar("Own", bound="GpuFile")
 
 
 def gpu_slug(name: str) -> str:
-    """A GPU's name as part of a file's: "NVIDIA H100 80GB HBM3" gives "h100_80gb_hbm3"."""
+    """A GPU's name as part of a file name: "NVIDIA H100 80GB HBM3" gives "h100_80gb_hbm3"."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "_".join(words[1:] if words[:1] == ["nvidia"] else words)
 
 
 def best_file(folder: Path, gpu: str) -> Path:
-    """Where the fastest configs of a GPU are kept."""
+    """Path of the file with the fastest configs of a GPU."""
     return folder / f"best_{gpu_slug(gpu)}.json"
 
 
 def sweep_file(folder: Path, gpu: str) -> Path:
-    """Where all that a sweep found on a GPU is kept."""
+    """Path of the file with all candidates of sweeps on a GPU."""
     return folder / f"sweep_{gpu_slug(gpu)}.json"
 
 
 @dataclass(frozen=True)
 class GpuFile(RecordFile):
-    """Findings on one GPU; a subclass adds one tuple of records, each of a step and a dtype."""
+    """Results on one GPU; a subclass adds one tuple of records, each of a step and a dtype."""
 
     gpu: str
     compute_capability: str
 
     @classmethod
     def load_own(cls: type[Own], path: Path, none: Own) -> Own:
-        """`load`, or `none`, a file of this GPU without records, if there is no such file.
+        """Load a file of this GPU, or return `none`, which has no records, if the file is absent.
 
         Raises ValueError if the file is of another GPU.
         """
@@ -62,8 +62,8 @@ class GpuFile(RecordFile):
 
 @dataclass(frozen=True)
 class BestAtSize:
-    """The speed of one config, by short form, at one size. of_mean: over that of the config that is
-    fastest in the mean."""
+    """Speed of one config, by short form, at one size. of_mean: ratio to the speed of the config
+    that is fastest in the mean."""
 
     size: int
     config: str
@@ -72,14 +72,16 @@ class BestAtSize:
 
 @dataclass(frozen=True)
 class BestConfig(OfProblem):
-    """The fastest config of one step on problems of one kind, and what it was measured with.
+    """The fastest config of one step on problems of one kind, and facts of its measurement.
 
-    problem: the one at the first of sizes; that of another is `Config.measured` of the config.
-    config: short form. mean_speed: harmonic mean over sizes, in the unit of the operation's metric;
-    of_first: over that of the operation's first library in the same process. n_candidates: configs
-    that were timed. at_sizes: of other configs that are the fastest at one of sizes, at each of
-    these; in older files where they are the fastest. load: of the last round; "turns" was samples
-    of 10 ms, one contender's right after another's.
+    problem: of the first size. The config's `Config.measured` gives the problem of another size.
+    config: short form.
+    mean_speed: harmonic mean over sizes, in the unit of the operation's metric.
+    of_first: ratio of mean_speed to that of the operation's first library in the same process.
+    n_candidates: number of configs that were timed.
+    at_sizes: speeds at all sizes of other configs that are the fastest at one of them. Older files
+    have only the sizes at which these configs are the fastest.
+    load: of the last round. "turns" means samples of 10 ms, one contender's right after another's.
     """
 
     step: str
@@ -106,18 +108,19 @@ class BestConfig(OfProblem):
 
     @property
     def contest(self) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
-        """The step, dtype and options, of which there is one winner."""
+        """Step, dtype and options; each such contest has one winner."""
         return self.step, self.dtype, tuple(sorted(self.options.items()))
 
     def at_size(self, size: int | None = None) -> list[Config]:
-        """Configs that the registry still has, the fastest first. size: of problems, which
-        `nearest` stands for; None: in the mean, which is one config."""
+        """Configs that the registry still has, the fastest first. size: of problems; the `nearest`
+        measured size stands for it. None takes the one config that is the fastest in the mean."""
         return _fastest_first(self._speeds(None if size is None else self.nearest(size)))
 
     def for_problem(self, problem: Problem, device: Device) -> list[Config]:
-        """Return configs that the registry still has, the one that should be the fastest on a
-        device first: by its speed at the nearest measured size, and by how much less it computes
-        there for each operation that is asked for, since this problem fills tiles better or worse.
+        """Return configs that the registry still has, the fastest expected on a device first.
+
+        The expected speed is the speed at the nearest measured size, corrected for tiles: this
+        problem may fill a config's tiles better or worse than the measured problem did.
         """
         operation = OPERATIONS[problem.operation]
         nearest = self.nearest(getattr(problem, operation.swept))
@@ -131,7 +134,7 @@ class BestConfig(OfProblem):
         )
 
     def nearest(self, size: int) -> int:
-        """The measured size that is nearest, as a ratio; of two as near the larger."""
+        """The nearest measured size, by ratio; the larger of two that are equally near."""
         return min(self.sizes, key=lambda n: (max(n / size, size / n), -n))
 
     def _speeds(self, size: int | None) -> dict[Config, float]:
@@ -158,8 +161,8 @@ class BestConfigs(GpuFile):
     best: tuple[BestConfig, ...]
 
     def find(self, step: str, dtype: str, **options: Any) -> BestConfig | None:
-        """The winner of a step in a dtype, on problems with these options; those that are left out
-        are False."""
+        """The winner of a step in a dtype, on problems with these options; an option that is left
+        out is False."""
         for entry in self.best:
             if (entry.step, entry.dtype) == (step, dtype):
                 asked = {name: options.get(name, False) for name in entry.options}
@@ -168,13 +171,13 @@ class BestConfigs(GpuFile):
         return None
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:
-        """With these in the place of others of their contests; in order."""
+        """A file in which these entries replace those of the same contests, in order."""
         by_kernel = {entry.contest: entry for entry in (*self.best, *entries)}
         ordered = sorted(by_kernel, key=lambda key: (list(STEPS).index(key[0]), *key[1:]))
         return replace(self, best=tuple(by_kernel[key] for key in ordered))
 
     def document(self) -> dict[str, Any]:
-        """The entries; "configs" is what the generator reads."""
+        """Entries of the file; the generator reads "configs"."""
         document = super().document()
         best = document.pop("best")
         names = (
@@ -186,5 +189,5 @@ class BestConfigs(GpuFile):
 
 
 def load_best(path: Path) -> BestConfigs:
-    """Read what `BestConfigs.save` wrote. Raises as `RecordFile.load` does."""
+    """Read a file of `BestConfigs.save`. Raises as `RecordFile.load` does."""
     return BestConfigs.load(path)

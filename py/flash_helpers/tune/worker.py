@@ -1,8 +1,8 @@
-"""The process that a sweep measures in, and that may be killed by what it measures.
+"""The process in which a sweep measures kernels, and which a kernel may crash.
 
-It says what it runs on, then answers requests, a line of JSON each way, on standard output and
-input. Whatever goes wrong in the GPU ends with the process: a kernel that reads beside its memory
-takes the CUDA context along, and one that never ends takes the process.
+It names its GPU and software, then answers requests: one line of JSON each, on standard input and
+output. An error on the GPU ends with the process: a kernel that reads out of bounds breaks the CUDA
+context, and a kernel that never ends hangs the process.
 
     {"gpu": ..., "compute_capability": ..., ...}            the first line: WorkerInfo
     {"kernels": [...], "sizes": [...], "protocol": ...}     a request: Request
@@ -44,16 +44,18 @@ from flash_helpers.runtime.backend import Execute, find_backend
 from flash_helpers.runtime.call import register
 from flash_helpers.tune.process import Answer, KernelFile, Request, WorkerInfo
 
-_registered: dict[str, KernelFile] = {}  # by the name that the library has for the kernel
+_registered: dict[str, KernelFile] = {}  # by the library's name for the kernel
 
 
 def cubin_contender(kernel: KernelFile, execute: Execute) -> Contender:
     """Return a contender for a kernel that is registered from its cubin, and runs like any other.
 
-    Several may have one config: each is registered before it runs, if another one was meanwhile.
+    Several kernels may have one config: each is registered again before it runs if another kernel
+    of the config was registered meanwhile.
 
-    Running it raises ValueError for inputs that another kernel takes over, and RuntimeError if the
-    cubin does not load. Raises OSError, and SassError for a file that is no cubin.
+    Running the contender raises ValueError for inputs that another kernel takes over, and
+    RuntimeError if the cubin does not load. Raises OSError, and SassError for a file that is not a
+    cubin.
     """
     config = config_from_short_form(kernel.config)
     (name,) = config.kernels.values()
@@ -72,12 +74,12 @@ def cubin_contender(kernel: KernelFile, execute: Execute) -> Contender:
 
 
 def worker_info(device: torch.device) -> WorkerInfo:
-    """The GPU and software of this process."""
+    """Return the GPU and software of this process."""
     properties = torch.cuda.get_device_properties(device)
     return WorkerInfo(
         gpu=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
-        # PyTorch has it, but not its stubs
+        # PyTorch has this attribute, its stubs do not.
         smem_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         driver=driver_version(device),
         torch=torch.__version__,
@@ -85,7 +87,7 @@ def worker_info(device: torch.device) -> WorkerInfo:
 
 
 class Worker:
-    """Measures kernels beside the operation's first library on one device.
+    """A server that measures kernels beside the operation's first library on one device.
 
     Inputs and their float64 results are kept from one request to the next.
     """
@@ -117,7 +119,7 @@ class Worker:
         try:
             return self._measure_once(contenders, problem, protocol)
         except torch.cuda.OutOfMemoryError:
-            # the inputs of the other sizes may be all that is in the way
+            # The inputs of other sizes may be what fills the memory.
             self._sets.clear()
         torch.cuda.empty_cache()
         return self._measure_once(contenders, problem, protocol)
@@ -132,13 +134,13 @@ class Worker:
         found = measure_problem(
             contenders, self._sets[key], problem, problem.dtype, timer, protocol, self._sensor
         )
-        # an error of the GPU stays: better here than in the next kernel's measurement
+        # An error of the GPU is sticky: raise it here, not in the next kernel's measurement.
         torch.cuda.synchronize(self._device)
         return found
 
 
 def serve(requests: TextIO, answers: TextIO) -> int:
-    """Answer requests until there are no more; returns the exit status."""
+    """Answer requests until the input ends; returns the exit status."""
 
     def say(line: dict[str, Any]) -> None:
         print(json.dumps(line, allow_nan=False), file=answers, flush=True)
@@ -162,7 +164,7 @@ def serve(requests: TextIO, answers: TextIO) -> int:
 
 def main() -> int:
     """Serve standard input; returns the exit status."""
-    # What a library prints must not come between the answers.
+    # Output of a library must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return serve(sys.stdin, answers)

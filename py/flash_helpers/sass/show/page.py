@@ -153,7 +153,7 @@ def page_html(
 def _pane_links(
     title: str, pane: str, names: Sequence[str], files: Sequence[Mapping[str, str]]
 ) -> str:
-    """What stands in a pane until its files are loaded: links to them, which need no script."""
+    """Links to the files of a pane, shown until they are loaded; they need no script."""
     links = " and ".join(
         f'<a href="{html.escape(of[pane])}">{title} of {html.escape(name)}</a>'
         for name, of in zip(names, files, strict=False)
