@@ -325,8 +325,8 @@ def attention(
     torch.compile and in CUDA graphs too, and has no backward pass.
 
     Raises the errors of `forward`. A ValueError names the property that no kernel of the device
-    supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads and
-    options that each family of kernels takes.
+    supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads
+    and options that each family of kernels takes.
     """
     _check_tensors(q, k, v)
     _check_flag("causal", causal)

@@ -1,7 +1,7 @@
 #pragma once
 // The part of DLPack 1.x that describes a tensor to C: dlpack.h of https://github.com/dmlc/dlpack,
-// version 1.3, "DLPackExchangeAPI". Names and layouts are its own; functions and values without a use here
-// are left out.
+// version 1.3, "DLPackExchangeAPI". Names and layouts are its own; functions and values
+// without a use here are left out.
 
 #include <cstdint>
 

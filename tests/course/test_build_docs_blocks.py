@@ -59,6 +59,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "numbers": "2 sass=registers",
         "excerpt": "2 smem_offset",
         "loads": "rows_256_h200",
+        "speeds": "hopper",
         "lengths": "rows_256_h200",
         "calls": "call_overhead_h200",
     }
@@ -261,7 +262,7 @@ def test_an_excerpt_of_a_header_and_of_what_matches(show: Show) -> None:
         ("9 phase=99", "no comment there begins with 99."),
         ("9 at=no_such_text", "no line there matches 'no_such_text'"),
         ("9 at=(", "is no regular expression"),
-        ("9 at=^namespace lines=99", "99 lines are no excerpt, 40 are"),
+        ("9 at=^namespace lines=99", "99 lines are more than 40"),
     ],
 )
 def test_what_is_no_excerpt_is_refused(show: Show, arguments: str, told: str) -> None:
@@ -461,6 +462,16 @@ def test_a_family_with_a_file_of_its_own_has_the_numbers_of_that_run(show: Show)
 def test_the_staircase_is_linked_from_any_page(show: Show) -> None:
     assert "](images/progression.svg)" in show("staircase")
     assert "](docs/images/progression.svg)" in show("staircase", page="README.md")
+
+
+def test_the_plot_of_speeds_tells_the_ends_of_its_lines(show: Show, evidence: Evidence) -> None:
+    text = show("speeds hopper", page="README.md")
+    assert "](docs/images/hopper.svg)" in text and evidence.results.provenance.gpu in text
+    results, last = evidence.results_of(STEPS["h30"]), parse_kernel("h30").short_form()
+    ends = [results.speed(last, "bf16", results.sizes[place]) for place in (0, -1)]
+    assert f"h30 {ends[0]:.0f} to {ends[1]:.0f}" in text
+    with pytest.raises(UsageError, match="'softmax' has no plot of speeds: ampere, hopper"):
+        show("speeds softmax")
 
 
 def test_kernels_are_named_by_step_variant_or_short_form() -> None:

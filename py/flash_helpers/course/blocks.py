@@ -15,6 +15,7 @@ from flash_helpers.course.clock_blocks import (
     loads_block,
     map_block,
     progression_block,
+    speeds_block,
     staircase_block,
     stairs_block,
     supports_block,
@@ -100,6 +101,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "stairs": _about_a_step("the staircases with a step lit, and its number", stairs_block),
     "staircase": Kind("", "the plot of the progression", staircase_block),
+    "speeds": Kind("FAMILY", "the plot of a family's speeds by length", speeds_block, 1, 1),
     "loads": Kind(
         "NAME", "benchmarks/results/NAME.json, in bursts and sustained", loads_block, 1, 1
     ),

@@ -26,7 +26,7 @@ from flash_helpers.measure.benchmark_tables import (
 )
 from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.code import changed_names
-from flash_helpers.measure.plots import progression_numbers
+from flash_helpers.measure.plots import progression_numbers, seq_len_numbers
 from flash_helpers.measure.results import (
     LIBRARY_NAMES,
     LOAD_TEXTS,
@@ -38,10 +38,13 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.measure.staircases import parent_at_tile
 from flash_helpers.registry.family import CORE, Family, Step
-from flash_helpers.registry.selection import names_of
-from flash_helpers.tune.best import config_for
+from flash_helpers.registry.selection import UsageError, names_of
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
+SPEEDS = {
+    "ampere": PurePosixPath("docs/images/seq_len.svg"),
+    "hopper": PurePosixPath("docs/images/hopper.svg"),
+}
 NOT_MEASURED = "{} was not measured on the GPU of the other steps."
 
 
@@ -256,6 +259,26 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
     return image(STAIRCASE, alt, arguments.page)
 
 
+def speeds_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The plot of a family's speeds by length; its text tells each line's first and last speed."""
+    (family,) = arguments.words
+    if family not in SPEEDS:
+        raise UsageError(f"{family!r} has no plot of speeds: {', '.join(SPEEDS)} have one")
+    results = evidence.results_of(next(iter(FAMILIES[family].steps.values())))
+    numbers = seq_len_numbers(results, DTYPE.short)
+    speeds = [
+        f"{label} {known[0]:.0f} to {known[-1]:.0f}"
+        for label, found in numbers["lines"].items()
+        if (known := [speed for speed in found if speed is not None])
+    ]
+    first, last = numbers["seq_lens"][0], numbers["seq_lens"][-1]
+    alt = (
+        f"TFLOP/s at lengths {first} to {last} on {results.provenance.gpu}, "
+        f"{LOAD_TEXTS[numbers['load']]}: {'; '.join(speeds)}"
+    )
+    return image(SPEEDS[family], alt, arguments.page)
+
+
 def loads_block(evidence: Evidence, arguments: Arguments) -> str:
     """Results of a file in the folder of `RESULTS`, in bursts and sustained."""
     return loads_table(_named_results(evidence, arguments))
@@ -329,6 +352,8 @@ def progression_block(evidence: Evidence, arguments: Arguments) -> str:
 
 def best_block(evidence: Evidence, arguments: Arguments) -> str:
     """Speeds of the kernels that attention() takes, beside the libraries, by GPU."""
+    from flash_helpers.tune.best import config_for  # imports torch, for which --help does not wait
+
     return best_table([load_results(path) for path in best_files(evidence.root)], config_for)
 
 

@@ -91,7 +91,13 @@ def path_block(evidence: Evidence, arguments: Arguments) -> str:
         lines.append(f"- **{part}**, {total(pages)}: {listed(pages)}.")
     logbook = [page for page in COURSE if page.place == LOGBOOK]
     lines.append(f"- Logbook, {total(logbook)}: on the [map]({relative(MAP, arguments.page)}).")
-    return "\n".join([*lines, "", "The number after a page is its reading time in minutes."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "The number after a page is its reading time in minutes, without the exercises.",
+        ]
+    )
 
 
 def minutes_text(minutes: int) -> str:

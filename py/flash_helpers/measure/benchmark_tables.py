@@ -651,7 +651,7 @@ def _taken_rows(
     for library, title in _libraries(results, dtype):
         yield [title, mask, *speeds(dict.fromkeys(results.sizes, library))]
     ratios = [_ratio_cell(results, (names[n], BEST_OTHER, dtype, n, load)) for n in results.sizes]
-    yield ["`attention()` over the fastest of the others", mask, *ratios]
+    yield ["`attention()` over the fastest of the others, median of rounds", mask, *ratios]
 
 
 def loads_table(results: BenchmarkResults) -> str:
