@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = "benchmarks/results/call_overhead_h200.json"
+RESULTS = "benchmarks/results/call_overhead_h100.json"
 PROBLEM = AttentionForward(1, 16, 128, dtype=Element.BF16)
 CALLS = 200  # fewer than the driver queues before it makes the host wait
 
@@ -63,8 +63,8 @@ examples:
     python benchmarks/call_overhead.py
   in a copy without git, and keeping the data elsewhere:
     python benchmarks/call_overhead.py --commit 68cfc22 --json calls.json
-  put the table into the README:
-    python tools/benchmark/update_tables.py
+  put the table into the page of the library:
+    python tools/docs/build_docs.py docs/using.md
 
 exit status: 0 measured, 2 wrong usage or no GPU, 130 interrupted
 """

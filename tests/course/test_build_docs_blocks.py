@@ -61,7 +61,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "loads": "rows_256_h200",
         "speeds": "hopper",
         "lengths": "rows_256_h200",
-        "calls": "call_overhead_h200",
+        "calls": "call_overhead_h100",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")
