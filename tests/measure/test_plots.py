@@ -22,7 +22,7 @@ from benchmark_results import (
 )
 from browser import open_browser
 from drawn_figure import collisions
-from fake_backend import ROOT, load_tool
+from fake_backend import ROOT
 from matplotlib.axes import Axes
 from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
@@ -32,6 +32,7 @@ from flash_helpers.course.stairs import stairs_path
 from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.measure import plots
 from flash_helpers.measure.plots import (
+    PLOTS,
     PROGRESSION,
     SEQ_LEN,
     PlotError,
@@ -56,7 +57,6 @@ from flash_helpers.measure.results import (
 )
 
 BOTH = (PROGRESSION, SEQ_LEN)
-PLOTS = load_tool("tools/benchmark/update_tables.py").PLOTS
 
 
 def texts_of(svg: str) -> list[str]:

@@ -22,8 +22,7 @@ from flash_helpers.measure.benchmark_tables import (
 )
 from flash_helpers.measure.code import changed_line
 from flash_helpers.measure.plots import (
-    PROGRESSION,
-    SEQ_LEN,
+    PLOTS,
     PlotError,
     description,
     plot_svg,
@@ -38,12 +37,6 @@ from flash_helpers.measure.results import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-# Panels, each with the family whose results it shows.
-PLOTS = {
-    Path("docs/images/progression.svg"): (PROGRESSION, "ampere"),
-    Path("docs/images/seq_len.svg"): (SEQ_LEN, "ampere"),
-    Path("docs/images/hopper.svg"): (SEQ_LEN, "hopper"),
-}
 
 EXAMPLES = f"""\
 examples:

@@ -26,7 +26,13 @@ from flash_helpers.measure.benchmark_tables import (
 )
 from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.code import changed_names
-from flash_helpers.measure.plots import progression_numbers, seq_len_numbers
+from flash_helpers.measure.plots import (
+    PLOTS,
+    PROGRESSION,
+    SEQ_LEN,
+    progression_numbers,
+    seq_len_numbers,
+)
 from flash_helpers.measure.results import (
     LIBRARY_NAMES,
     LOAD_TEXTS,
@@ -40,11 +46,8 @@ from flash_helpers.measure.staircases import parent_at_tile
 from flash_helpers.registry.family import CORE, Family, Step
 from flash_helpers.registry.selection import UsageError, names_of
 
-STAIRCASE = PurePosixPath("docs/images/progression.svg")
-SPEEDS = {
-    "ampere": PurePosixPath("docs/images/seq_len.svg"),
-    "hopper": PurePosixPath("docs/images/hopper.svg"),
-}
+(STAIRCASE,) = (path for path, (panel, _) in PLOTS.items() if panel == PROGRESSION)
+SPEEDS = {family: path for path, (panel, family) in PLOTS.items() if panel == SEQ_LEN}
 NOT_MEASURED = "{} was not measured on the GPU of the other steps."
 
 

@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 
 PROGRESSION = "progression"
 SEQ_LEN = "seq_len"
+# The committed pictures, each with its panel and the family whose results it shows.
+PLOTS: Mapping[PurePosixPath, tuple[str, str]] = MappingProxyType(
+    {
+        PurePosixPath("docs/images/progression.svg"): (PROGRESSION, "ampere"),
+        PurePosixPath("docs/images/seq_len.svg"): (SEQ_LEN, "ampere"),
+        PurePosixPath("docs/images/hopper.svg"): (SEQ_LEN, "hopper"),
+    }
+)
 MILESTONE_GAIN = 1.05  # a step is drawn by length if its mean exceeds all before it by this factor
 
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
