@@ -73,7 +73,13 @@ def _signed(value: int) -> int:
 
 
 def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np.ndarray]:
-    """The operand `[base + offset]` as int64 addresses, one for each selected lane."""
+    """The operand `[base + offset]` as int64 addresses, one for each selected lane.
+
+    A register of 32 bits plus its offset is an address of 32 bits: the sum is taken modulo 2^32, as
+    in `LDS R0, [R1+0x84]`. PTX ISA 9.0, "Addresses as Operands", also truncates a register of 64
+    bits to the width of its state space. Here it stays whole: a generic address in place of one of
+    shared memory, whose low half may look like one, is then reported.
+    """
     if not isinstance(operand, Address):
         raise machine.unsupported("an address in brackets is expected")
     base, offset = operand.base, operand.offset
@@ -86,15 +92,13 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
         if start is None:
             raise machine.unsupported("a literal of floating point is no address")
         array = np.broadcast_to(np.array(_signed(start), np.int64), (machine.lanes,))
+    if not offset:
+        return lambda selection: array[selection].astype(np.int64)
+    if array.dtype.itemsize == 4:
+        added = np.uint32(offset & 0xFFFF_FFFF)
+        return lambda selection: (array[selection] + added).astype(np.int64)
     offset = _signed(offset)
-
-    def compute(selection: Selection) -> np.ndarray:
-        addresses = array[selection].astype(np.int64)
-        if offset:
-            addresses += offset
-        return addresses
-
-    return compute
+    return lambda selection: array[selection].astype(np.int64) + offset
 
 
 class Port:
