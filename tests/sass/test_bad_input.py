@@ -10,7 +10,7 @@ import struct
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -448,68 +448,106 @@ def check_disassembled(path: Path, symbols: set[str]) -> int:
     return 1
 
 
+def check_headers(name: str, planted: Path, seed: str, variants: int) -> None:
+    """Damaged cubins are read right or refused, without nvdisasm."""
+    data = (planted / f"{name}.cubin").read_bytes()
+    pristine = read_cubin(data, name)
+    sizes = {kernel.symbol: len(kernel.code) for kernel in pristine.kernels}
+    generator = random.Random(seed)
+    survivors = 0
+    with time_limit(120):
+        for _ in range(variants):
+            try:
+                cubin = read_cubin(damaged(data, generator), name)
+                for lines in (CUDA_LINES, PTX_LINES):
+                    read_line_tables(cubin, lines)
+            except SassError as error:
+                assert str(error)
+                continue
+            survivors += 1
+            assert {k.symbol: len(k.code) for k in cubin.kernels} == sizes
+    assert 0 < survivors < variants
+
+
+def check_container(name: str, planted: Path, folder: Path, seed: str, variants: int) -> None:
+    """Damaged containers list the kernels that are left, with a warning or an error."""
+    data = (planted / name).read_bytes()
+    path = folder / name
+    expected = [] if name == "only_ptx.fatbin" else list_kernels(planted / name)
+    generator = random.Random(seed)
+    with time_limit(240):
+        for _ in range(variants):
+            path.write_bytes(damaged(data, generator))
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                try:
+                    found = list_kernels(path)
+                except SassError as error:
+                    assert str(error)
+                    continue
+            assert found == [kernel for kernel in expected if kernel in found]
+            assert warned or len(found) == len(expected)
+
+
+def check_code(name: str, planted: Path, folder: Path, seed: str, variants: int) -> None:
+    """Damaged code is disassembled as it stands in the file, or refused.
+
+    Damage that the headers refuse is seen by check_headers: half of the variants here damage only
+    what nvdisasm will read.
+    """
+    data = (planted / f"{name}.cubin").read_bytes()
+    path = folder / f"{name}.cubin"
+    path.write_bytes(data)
+    symbols = {kernel.symbol for kernel in load_kernels(path)}
+    generator = random.Random(seed)
+    code = read_cubin(data, name).kernels[0].code
+    start = data.index(code)
+    loaded = 0
+    with time_limit(40 * variants):
+        for number in range(variants):
+            if number % 2:
+                variant = damaged(data, generator)
+            else:
+                changed = damaged(code, generator).ljust(len(code), b"\0")
+                variant = data[:start] + changed + data[start + len(code) :]
+            path.write_bytes(variant)
+            loaded += check_disassembled(path, symbols)
+    assert loaded
+
+
 class TestDamagedFiles:
     """A thousand variants, the same ones each time."""
 
     @pytest.mark.parametrize("name", FUZZED_CUBINS)
     def test_headers_and_line_tables(self, name: str, planted: Path) -> None:
-        data = (planted / f"{name}.cubin").read_bytes()
-        pristine = read_cubin(data, name)
-        sizes = {kernel.symbol: len(kernel.code) for kernel in pristine.kernels}
-        generator = random.Random(name)
-        survivors = 0
-        with time_limit(120):
-            for _ in range(HEADER_VARIANTS):
-                try:
-                    cubin = read_cubin(damaged(data, generator), name)
-                    for lines in (CUDA_LINES, PTX_LINES):
-                        read_line_tables(cubin, lines)
-                except SassError as error:
-                    assert str(error)
-                    continue
-                survivors += 1
-                assert {k.symbol: len(k.code) for k in cubin.kernels} == sizes
-        assert 0 < survivors < HEADER_VARIANTS
+        check_headers(name, planted, name, HEADER_VARIANTS)
 
     @pytest.mark.parametrize("name", FUZZED_CONTAINERS)
     def test_containers(self, name: str, planted: Path, tmp_path: Path) -> None:
-        data = (planted / name).read_bytes()
-        path = tmp_path / name
-        expected = [] if name == "only_ptx.fatbin" else list_kernels(planted / name)
-        generator = random.Random(name)
-        with time_limit(120):
-            for _ in range(CONTAINER_VARIANTS):
-                path.write_bytes(damaged(data, generator))
-                with warnings.catch_warnings(record=True) as warned:
-                    warnings.simplefilter("always")
-                    try:
-                        found = list_kernels(path)
-                    except SassError as error:
-                        assert str(error)
-                        continue
-                assert found == [kernel for kernel in expected if kernel in found]
-                assert warned or len(found) == len(expected)
+        check_container(name, planted, tmp_path, name, CONTAINER_VARIANTS)
+
+    @pytest.mark.parametrize("name", DISASSEMBLED_CUBINS)
+    def test_disassembled(self, name: str, planted: Path, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setattr(disassembler, "TIMEOUT_SECONDS", 20.0)
+        check_code(name, planted, tmp_path, f"disassembled {name}", DISASSEMBLED_VARIANTS)
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("part", range(10))
+class TestTenThousandDamagedFiles:
+    """6,000 variants of cubins, 3,600 of containers, and 400 that are disassembled."""
+
+    @pytest.mark.parametrize("name", FUZZED_CUBINS)
+    def test_headers_and_line_tables(self, name: str, part: int, planted: Path) -> None:
+        check_headers(name, planted, f"{name} {part}", 120)
+
+    @pytest.mark.parametrize("name", FUZZED_CONTAINERS)
+    def test_containers(self, name: str, part: int, planted: Path, tmp_path: Path) -> None:
+        check_container(name, planted, tmp_path, f"{name} {part}", 60)
 
     @pytest.mark.parametrize("name", DISASSEMBLED_CUBINS)
     def test_disassembled(
-        self, name: str, planted: Path, tmp_path: Path, load: Callable, monkeypatch
+        self, name: str, part: int, planted: Path, tmp_path: Path, monkeypatch
     ) -> None:
         monkeypatch.setattr(disassembler, "TIMEOUT_SECONDS", 20.0)
-        data = (planted / f"{name}.cubin").read_bytes()
-        symbols = {kernel.symbol for kernel in load(f"{name}.cubin")}
-        # what is refused in the headers has been seen above: damage what nvdisasm will read
-        generator = random.Random(f"disassembled {name}")
-        code = read_cubin(data, name).kernels[0].code
-        start = data.index(code)
-        path = tmp_path / f"{name}.cubin"
-        loaded = 0
-        with time_limit(240):
-            for number in range(DISASSEMBLED_VARIANTS):
-                if number % 2:
-                    variant = damaged(data, generator)
-                else:
-                    changed = damaged(code, generator).ljust(len(code), b"\0")
-                    variant = data[:start] + changed + data[start + len(code) :]
-                path.write_bytes(variant)
-                loaded += check_disassembled(path, symbols)
-        assert loaded
+        check_code(name, planted, tmp_path, f"disassembled {name} {part}", 10)
