@@ -16,6 +16,7 @@ from flash_helpers.ptx import (
 ARGUMENTS = {"A": descriptor(0), "B": descriptor(2048)}
 A_REGISTERS = "{%a0, %a1, %a2, %a3}"
 FROM_REGISTERS = mma(A_REGISTERS, "%B", rest="1, 1, 0")
+COMPUTED = "add.f32 %d0, %d1, %d1;"
 WAIT_1 = "wgmma.wait_group.sync.aligned 1;"
 
 
@@ -117,8 +118,36 @@ class TestFences:
         assert "the first wgmma of a warp, with no wgmma.fence before it" in text
 
     def test_an_accumulator_that_is_set_after_it(self):
-        text = fault(WgmmaFenceError, FENCE, zeros(), mma("%A", "%B"), DONE)
-        assert "it uses register %d0, which was accessed at" in text and "[mov.f32" in text
+        text = fault(WgmmaFenceError, zeros(), FENCE, COMPUTED, mma("%A", "%B"), DONE)
+        assert "it uses register %d0, which was accessed at" in text and "[add.f32" in text
+
+    @pytest.mark.parametrize(
+        "constants",
+        [
+            zeros(),
+            zeros().replace("00000000", "40A00000"),
+            zeros(count=1) + "".join(f"mov.f32 %d{i}, %d{i // 2};\n" for i in (1, 2, 3)),
+        ],
+    )
+    def test_constants_may_be_moved_below_it(self, constants):
+        run(FENCE, constants, mma("%A", "%B"), DONE, constants, mma("%A", "%B"), DONE)
+        run(zeros(), zeros("a"), FENCE, "mov.b32 %a1, 7;", FROM_REGISTERS, DONE)
+        fault(WgmmaRegisterError, zeros(), FENCE, mma("%A", "%B"), constants, DONE)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            "mov.b32 %d1, %thread;\n",
+            "@%p mov.f32 %d1, 0f00000000;\n",
+            f"{zeros()}add.f32 %d1, %d1, %d1;\n",
+            f"{zeros()}add.f32 %d0, %d1, %d1;\nmov.f32 %d1, %d0;\n",
+            "selp.f32 %d1, 0f3F800000, 0f00000000, %p;\n",
+        ],
+    )
+    def test_other_values_need_one(self, values):
+        before = f"setp.lt.u32 %p, %thread, 200;\n{zeros()}"
+        fault(WgmmaFenceError, before, FENCE, values, mma("%A", "%B"), DONE)
+        run(before, values, FENCE, mma("%A", "%B"), DONE)
 
     def test_an_accumulator_that_is_read_between_two_products(self):
         body = (zeros(), FENCE, mma("%A", "%B"), DONE, "mov.f32 %e0, %d0;")
@@ -126,7 +155,8 @@ class TestFences:
         run(*body, FENCE, mma("%A", "%B"), DONE)
 
     def test_a_that_is_written_after_it(self):
-        text = fault(WgmmaFenceError, zeros(), FENCE, zeros("a"), FROM_REGISTERS, DONE)
+        of_thread = "mov.b32 %a0, %thread;"
+        text = fault(WgmmaFenceError, zeros(), zeros("a"), FENCE, of_thread, FROM_REGISTERS, DONE)
         assert "it uses register %a0" in text
 
     def test_a_in_a_loop(self):

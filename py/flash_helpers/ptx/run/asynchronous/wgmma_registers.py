@@ -5,6 +5,10 @@ A warp may not touch the accumulator, or the A, of a product that it has not wai
 product that uses it, except where products of one shape use an accumulator one after the other.
 Another must stand before the first product of all (PTX ISA 9.0, "wgmma.fence").
 
+A `mov` of a constant needs no fence. nvcc moves such an initialisation of accumulators below the
+fence of the source. ptxas 13.0 says nothing where all of them are 0, for the product then adds
+nothing. For other constants it inserts a fence of its own, as for any value (its message C7519).
+
 Registers that the same products use in the same way are one fragment here. In a stretch of code
 without wgmma instructions the state of a fragment does not change after its first access, so only
 that access is checked.
@@ -20,7 +24,7 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import SimulatorError, WgmmaFenceError, WgmmaRegisterError
 from flash_helpers.ptx.read.flow import Program, is_wgmma
-from flash_helpers.ptx.read.module import Operand, Register, Vector, parts
+from flash_helpers.ptx.read.module import Immediate, Operand, Register, Vector, parts
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
 
@@ -46,6 +50,7 @@ class RegisterWatch:
         self._fragment_of = {
             name: index.setdefault(frozenset(used), len(index)) for name, used in roles.items()
         }
+        self._constant_moves = _constant_moves(program) if index else frozenset()
         self.watched = self._first_accesses() if index else {}
         """By the index of an instruction, the fragments that it is the first to touch."""
         self._now = 1
@@ -73,16 +78,21 @@ class RegisterWatch:
         watched: dict[int, Fragments] = {}
         for block in self._program.blocks:
             seen: set[int] = set()
+            set_to_constants: set[int] = set()
             for position in range(block.start, block.end):
                 instruction = self._program.instructions[position]
                 if instruction.name == "wgmma":
                     seen.clear()
+                    set_to_constants.clear()
                     continue
+                is_constant = position in self._constant_moves
                 found = set(self.fragments(instruction.operands).tolist()) - seen
+                if is_constant:
+                    found -= set_to_constants
                 if found:
                     watched[position] = np.array(sorted(found))
                 if instruction.guard is None:
-                    seen |= found
+                    (set_to_constants if is_constant else seen).update(found)
         return watched
 
     # -- what warps do -----------------------------------------------------------------------------
@@ -102,6 +112,8 @@ class RegisterWatch:
         part = np.ix_(fragments, warps)
         flying = self._group[part] >= self._waited[warps]
         self._check(WgmmaRegisterError, position, warps, fragments, flying)
+        if position in self._constant_moves:
+            return
         self._touched[part] = self._now
         self._access[part] = position
         self._now += 1
@@ -188,6 +200,25 @@ class RegisterWatch:
     ) -> None:
         thread = self._geometry.thread(warp * WARP)
         self._log.report(kind, detail, position, thread, count=int(bad.any(axis=0).sum()))
+
+
+def _constant_moves(program: Program) -> frozenset[int]:
+    """Indices of the instructions that move a constant: a literal, or a register to which the same
+    basic block has moved one."""
+    found = set()
+    for block in program.blocks:
+        holding: set[str] = set()
+        for position in range(block.start, block.end):
+            instruction = program.instructions[position]
+            written = _names(instruction.operands[:1])
+            holding.difference_update(written)
+            if instruction.name != "mov" or instruction.guard is not None:
+                continue
+            source = instruction.operands[1]
+            if isinstance(source, Immediate) or set(_names([source])) & holding:
+                holding.update(written)
+                found.add(position)
+    return frozenset(found)
 
 
 def _names(operands: Iterable[Operand]) -> list[str]:
