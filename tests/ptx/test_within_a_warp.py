@@ -32,6 +32,7 @@ def run(body, threads=64, **options):
     return run_body(START + body, DECLARATIONS, threads, before=BEFORE, **options)
 
 
+ROW = "and.b32 %r9, %r4, 7;\nmad.lo.u32 %r9, %r9, 16, %r2;\n"
 PAIRS = {
     "read after write": ("st.shared.u32 [%r3], %r0;", "ld.shared.u32 %r8, [%r6];"),
     "write after read": ("ld.shared.u32 %r8, [%r6];", "st.shared.u32 [%r3], %r0;"),
@@ -51,6 +52,14 @@ PAIRS = {
         "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r8}, [%r2];",
         "setp.lt.u32 %q, %r0, 32;\n@%q st.shared.u32 [%r3], 1;",
     ),
+    "read after matrix write": (
+        f"{ROW}stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r9], {{%r0}};",
+        "ld.shared.u32 %r8, [%r3];",
+    ),
+    "matrix write after read": (
+        "ld.shared.u32 %r8, [%r3];",
+        f"{ROW}stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r9], {{%r0}};",
+    ),
 }
 FILL = "st.shared.u32 [%r3], 0;\nst.shared.u32 [%r3+1024], 0;\nbar.sync 0;\n"
 
@@ -69,6 +78,25 @@ def test_a_race_is_found_and_a_barrier_cures_it(name, barrier, threads):
     assert "of the same warp at kernel.cu:5" in caught.value.detail
     assert "no __syncwarp between them" in caught.value.detail
     assert caught.value.site.source == "kernel.cu:6"
+
+
+MATRIX = "{}matrix.sync.aligned.m8n8.x4.shared.b16 {};\n"
+MATRICES = {
+    "ld": MATRIX.format("ld", "{%r8, %r9, %r10, %r11}, [%r12]"),
+    "st": MATRIX.format("st", "[%r12], {%r8, %r9, %r10, %r11}"),
+}
+NEXT_ROW = "add.u32 %r12, %r4, 9;\nand.b32 %r12, %r12, 31;\nmad.lo.u32 %r12, %r12, 16, %r2;\n"
+
+
+@pytest.mark.parametrize(("first", "second"), [("ld", "st"), ("st", "ld"), ("st", "st")])
+def test_matrix_accesses_by_one_warp_are_in_its_order(first, second):
+    """Each lane gives the address of another lane's row at the second of two."""
+    start = "mov.b32 %r8, 0;mov.b32 %r9, 0;mov.b32 %r10, 0;mov.b32 %r11, 0;\n"
+    start += "mad.lo.u32 %r12, %r4, 16, %r2;\n"
+    both = f"{start}{MATRICES[first]}{NEXT_ROW}{MATRICES[second]}"
+    run(FILL + both, threads=32)
+    with pytest.raises(RaceError, match=r"by warp [01] at"):
+        run(FILL + both, threads=64)
 
 
 def test_both_lanes_are_named():

@@ -112,6 +112,7 @@ class Port:
         self.shift = size.bit_length() - 1
         self.space = space_of(instruction)
         self.reaches_others = instruction.has(SHARED_CLUSTER) or self.space == "generic"
+        self.is_of_warp = instruction.name in ("ldmatrix", "stmatrix")
         self.strength = _strength(instruction)
 
     def parts(
@@ -192,7 +193,14 @@ class Port:
             if machine.geometry.cluster > 1:
                 addresses, own, mine = self._reach(action, addresses, lanes)
             unwritten = machine.shared.lanes.note(
-                action, position, rows, size, lanes, value, self.strength
+                action,
+                position,
+                rows,
+                size,
+                lanes,
+                value,
+                self.strength,
+                is_of_warp=self.is_of_warp,
             )
             if addresses[own].size:
                 machine.tally.shared_access(position, addresses[own], size, machine.counted(mine))
@@ -222,11 +230,9 @@ class Port:
         own = blocks == machine.geometry.block_of(lanes)
         return addresses, own, lanes[own]
 
-    def read(
-        self, space: str, addresses: np.ndarray, selection: Selection, action: str = "read"
-    ) -> np.ndarray:
+    def read(self, space: str, addresses: np.ndarray, selection: Selection) -> np.ndarray:
         """The words at the addresses, zeros for lanes that may not read."""
-        words, rows, good = self.locate(space, addresses, selection, action)
+        words, rows, good = self.locate(space, addresses, selection, "read")
         return words[rows] if good is None else _fill(words[rows], good)
 
     def write(

@@ -259,7 +259,7 @@ def _ldmatrix(machine: Machine, instruction: Instruction) -> Action:
         if count < 4:
             lanes = machine.lanes_of(selection)
             suppliers = lanes[lanes % WARP < 8 * count]
-        memory = port.read("shared", addresses_at(suppliers) - window, suppliers, "matrix read")
+        memory = port.read("shared", addresses_at(suppliers) - window, suppliers)
         # (warps, matrices, 8 rows, 4 words): lane (g, t) gets word t of row g.
         words = memory.reshape(-1, count, 8, 4)
         if trans:

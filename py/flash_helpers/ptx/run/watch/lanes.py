@@ -3,6 +3,13 @@
 Two accesses by different lanes, one of them a write, race unless the earlier one is known to the
 lane that makes the later one (`order`), or both are strong. That holds for every schedule of the
 threads, not only for the one that the simulator happened to choose.
+
+Each lane of a warp takes part in its `ldmatrix` and `stmatrix`, whichever lane gives an address
+(PTX ISA 9.0: they "collectively" load and store, and are `.sync.aligned`). So two of them are in
+the program order of every lane, and do not race within the warp. An access by single lanes races
+with either of them, and with an access by another lane: `.sync` promises no order of memory
+("bar.warp.sync" alone does), and ptxas 13.0 does exchange `st.shared` and a later `ld.shared`
+where the addresses of each lane differ. It exchanges no `ldmatrix` and `stmatrix`.
 """
 
 from __future__ import annotations
@@ -57,6 +64,8 @@ class LaneWatch:
         self.log = marks.log
         self.lane_ids = memory.lane_ids
         self.touched: Callable[[str, int, np.ndarray, int, np.ndarray], None] | None = None
+        self._matrix_writes: set[int] = set()
+        """Indices of the instructions that have written matrices."""
         self._data = memory.data
         self._lane_bits = np.uint32(1) << (self.lane_ids % WARP).astype(np.uint32)
 
@@ -69,21 +78,23 @@ class LaneWatch:
         selection: Selection,
         value: np.ndarray | None = None,
         strength: Strength = WEAK,
+        *,
+        is_of_warp: bool = False,
     ) -> np.ndarray | None:
         """Checks and records an access by lanes, done or about to be done, to words of `size`
         bytes.
 
-        `action`: "read"; "matrix read", which all lanes of a warp make; "write", of `value`;
-        "copy", a write of words that are pending until `end_copy`, where lanes that name one word
-        must have one `value`; "atomic access". `rows`: index of each lane's word in `words(size)`.
+        `action`: "read"; "write", of `value`; "copy", a write of words that are pending until
+        `end_copy`, where lanes that name one word must have one `value`; "atomic access". `rows`:
+        index of each lane's word in `words(size)`. `is_of_warp`: all lanes of each warp make it.
         Returns which granules of each word the lanes see although nothing has written them, (words,
         granules), or None.
         """
         view = self.marks.view(size)
         if self.touched is not None:
             self.touched(action, position, rows, view.width, self.lane_ids[selection])
-        told = {"copy": "write", "matrix read": "read"}.get(action, action)
-        access = _Access(told, position, rows, view, selection, action == "matrix read")
+        told = "write" if action == "copy" else action
+        access = _Access(told, position, rows, view, selection, is_of_warp)
         written = view.written[rows]
         # Memory that was never written may be written: only codes of writes and copies matter then.
         is_first = written >= UNWRITTEN if action in ("write", "copy") else None
@@ -92,7 +103,7 @@ class LaneWatch:
             written if is_first is None else np.where(is_first, 0, written),
             value if action == "write" else None,
         )
-        kind = "read" if action in ("read", "matrix read") else "write"
+        kind = "read" if action == "read" else "write"
         for name in CONFLICTS[kind, strength.is_strong]:
             self._check_history(access, self.marks.histories[name])
         if kind == "write":
@@ -104,8 +115,10 @@ class LaneWatch:
                 view.written[rows] = np.where(is_first, 0, written)
             self._mark(access, self.marks.histories[f"strong {kind}"])
         elif kind == "read":
-            self._mark(access, self.marks.histories[action])
+            self._mark(access, self.marks.histories["matrix read" if is_of_warp else "read"])
         else:
+            if is_of_warp:
+                self._matrix_writes.add(position)
             self.order.weak_write(rows, view.width)
             view.written[rows] = (
                 PENDING | position if action == "copy" else self.marks.code(position)
@@ -145,16 +158,21 @@ class LaneWatch:
         n = access.rows.size
         codes = codes.reshape(n, -1)
         writer = access.view.writer[access.rows].reshape(n, -1)
-        known_to = self.order.known_to_all if access.is_of_warp else self.order.known
+        is_read_by_all = access.is_of_warp and access.action == "read"
+        known_to = self.order.known_to_all if is_read_by_all else self.order.known
         lanes = self.lane_ids[access.selection]
         by_agent = codes & BY_AGENT != 0
         known = known_to(lanes, np.where(by_agent, 0, writer) if by_agent.any() else writer)
         if by_agent.any():
             agents = np.where(by_agent, writer, 0)
-            of_agents = self.order.known_of_agents(lanes, agents, is_of_warp=access.is_of_warp)
+            of_agents = self.order.known_of_agents(lanes, agents, is_of_warp=is_read_by_all)
             known = np.where(by_agent, of_agents, known)
             codes = codes & ~BY_AGENT
         bad = (codes >> SITE_BITS) > known
+        if access.is_of_warp and bad.any():
+            own = ~by_agent & (writer // WARP == self.marks.warp_place[lanes][:, None])
+            sites = np.where(codes < PENDING, codes & SITE_MASK, -1)
+            bad &= ~(own & np.isin(sites, list(self._matrix_writes)))
         if value is not None and bad.any():
             # As in `_check_simultaneous`, where the lanes came at different times.
             words = word_view(self._data, access.view.width * self.marks.granule)[access.rows]
@@ -203,6 +221,8 @@ class LaneWatch:
             masks = None if all_masks is None else all_masks[index].reshape(codes.shape)
             lanes = self.lane_ids[access.selection]
             bad = self.order.unknown(lanes, warp, codes >> SITE_BITS, masks)
+            if access.is_of_warp and masks is None:
+                bad &= (self.marks.warp_place[lanes] != warp)[:, None]
             hit = bad.any(axis=1)
             if not hit.any():
                 continue

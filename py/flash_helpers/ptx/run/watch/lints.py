@@ -70,7 +70,7 @@ class Lints:
         if action not in ("write", "copy"):
             self._read_as_data(position, granules, lanes.repeat(width))
             self._unread[granules] = 0
-        if action not in ("read", "matrix read"):
+        if action != "read":
             self._overwrite(granules, position)
 
     # -- what agents do ----------------------------------------------------------------------------
