@@ -30,7 +30,7 @@ def simulate(ptx: Path, seed: int | None) -> float:
     load_ptx(ptx).kernel("column_sum").launch(
         grid=COLUMNS // TILE_COLUMNS,
         block=TILE_COLUMNS + 32,
-        args=[tiles.encode(), y_gmem, ROWS // TILE_ROWS],
+        args=[tiles, y_gmem, ROWS // TILE_ROWS],
         memory=memory,
         seed=seed,
     )

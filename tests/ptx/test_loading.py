@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from ptx_snippets import HEAD, entry, launch_on
 
-from flash_helpers.ptx import DeviceMemory, LaunchError, NotPtxError, PtxSyntaxError, load_ptx
+from flash_helpers.ptx import (
+    DeviceMemory,
+    LaunchError,
+    NotPtxError,
+    PtxSyntaxError,
+    TensorMap,
+    load_ptx,
+)
+from flash_helpers.ptx.run.layout import pack
 
 ONE_LINE = (
     ".version 8.7 .target sm_80 .address_size 64 .visible .entry k(.param .u64 out) "
@@ -218,3 +226,56 @@ class TestTarget:
         with pytest.raises(LaunchError, match=r"limits of sm_999 are not known: .*sm_75, sm_80"):
             kernel.launch(1, 32)
         assert kernel.launch(1, 32, target="sm_90").n_blocks == 1
+
+
+def test_a_tensor_map_is_an_argument() -> None:
+    tensor_map = TensorMap("f32", 1 << 20, dims=(16, 8), box=(16, 4))
+    function = load_ptx(entry("", ".param .align 64 .b8 map[128]")).kernel("k").function
+    assert pack(function, [tensor_map])[0].tobytes() == tensor_map.encode()
+
+
+class TestVariables:
+    COUNTER = entry(
+        "ld.param.u64 %rd1, [out]; ld.global.u32 %r1, [calls]; add.u32 %r1, %r1, 1;\n"
+        "st.global.u32 [calls], %r1; st.global.u32 [%rd1], %r1;",
+        ".param .u64 out",
+        ".reg .b64 %rd1; .reg .b32 %r1;",
+        ".global .u32 calls = 41;",
+    )
+
+    def counts(self, variables: dict[str, int] | None) -> list[int]:
+        memory = DeviceMemory()
+        out = memory.upload(np.zeros(1, np.uint32))
+        found = []
+        for _ in range(2):
+            load_ptx(self.COUNTER).kernel("k").launch(
+                1, 1, args=[out], memory=memory, variables=variables
+            )
+            found.append(int(memory.download(out, 1, np.uint32)[0]))
+        return found
+
+    def test_begin_anew_with_each_launch(self) -> None:
+        assert self.counts(None) == [42, 42]
+
+    def test_keep_their_values_where_the_launches_share_them(self) -> None:
+        variables: dict[str, int] = {}
+        assert self.counts(variables) == [42, 43]
+        assert [*variables] == ["calls"]
+
+
+class TestFreedMemory:
+    def test_is_outside_every_allocation(self) -> None:
+        memory = DeviceMemory()
+        kept, freed = memory.allocate(256), memory.allocate(256)
+        memory.free(freed)
+        assert memory.extent(freed) is None
+        assert memory.extent(kept) == (kept, kept + 256)
+
+    def test_is_freed_once_and_as_a_whole(self) -> None:
+        memory = DeviceMemory()
+        address = memory.allocate(256)
+        with pytest.raises(ValueError, match=f"no allocation begins at {address + 16:#x}"):
+            memory.free(address + 16)
+        memory.free(address)
+        with pytest.raises(ValueError, match="no allocation begins at"):
+            memory.free(address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,10 +26,11 @@ from flash_helpers.ptx.run.execute.observe import Observer
 from flash_helpers.ptx.run.execute.scheduler import Scheduler
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.instructions.access import STRONG, access_size, space_of
-from flash_helpers.ptx.run.layout import WORD, Argument, aligned, initialise, pack, placed
+from flash_helpers.ptx.run.layout import WORD, Argument, aligned, pack, placed
 from flash_helpers.ptx.run.limits import Three, check_block, check_memory, cluster_of, count, three
 from flash_helpers.ptx.run.machine import Launch, Machine
 from flash_helpers.ptx.run.memory.regions import DeviceMemory
+from flash_helpers.ptx.run.variables import place_variables, reachable
 from flash_helpers.ptx.run.watch.faults import FaultLog
 
 Progress = Callable[[int, int], None]
@@ -37,10 +38,6 @@ Progress = Callable[[int, int], None]
 _BATCH_LANES = 2048
 """Approximate number of lanes that run together: enough to hide the cost of a NumPy call, few
 enough to stay in cache."""
-
-_CODE_BASE = 0x7B00_0000_0000
-"""Address of the first function: they can be stored and compared, not read."""
-_CODE_SIZE = 16
 
 _WORKSPACE_BYTES = 256
 
@@ -117,17 +114,8 @@ class Kernel:
         in an initial value of one of these."""
         functions, own = self.module.functions, self.function.variables
         local = {v.name for v in own}
-        found: dict[str, Variable] = {}
-        todo = [*self._named[0], *(a.symbol.name for v in own for a in v.addresses)]
-        while todo:
-            name = todo.pop()
-            variable = self.module.variables.get(name)
-            if variable is None or name in found:
-                continue
-            if variable.problem is not None:
-                raise variable.problem
-            found[name] = variable
-            todo.extend(address.symbol.name for address in variable.addresses)
+        initial = (a.symbol.name for v in own for a in v.addresses)
+        found = reachable(self.module, (*self._named[0], *initial))
         for variable in (*found.values(), *own):
             for name in (a.symbol.name for a in variable.addresses):
                 if name not in found and name not in functions and name not in local:
@@ -135,7 +123,7 @@ class Kernel:
                         f"the initial value of {variable.name} names {name}, which is not defined",
                         variable.line,
                     )
-        return [*(v for v in self.module.variables.values() if v.name in found), *own]
+        return [*found.values(), *own]
 
     @cached_property
     def _shared_layout(self) -> tuple[dict[str, int], int]:
@@ -156,6 +144,7 @@ class Kernel:
         args: Sequence[Argument] = (),
         memory: DeviceMemory | None = None,
         *,
+        variables: dict[str, int] | None = None,
         cluster: Sequence[int] | int | None = None,
         keep_going: bool = False,
         strict_barriers: bool = False,
@@ -174,14 +163,17 @@ class Kernel:
 
         `grid`: blocks in x, y and z. `block`: threads per block in x, y and z. `shared_bytes`:
         dynamic shared memory per block. `args`: one value per parameter: a number of Python or
-        NumPy, or bytes for a structure passed by value. `memory`: the global memory to which
-        pointers among them refer. `cluster`: blocks per cluster in x, y and z, which divide those
-        of the grid. None takes the clusters that the kernel is compiled for (`__cluster_dims__`),
-        if any. Clusters of more than 8 blocks are run too, though a GPU needs
-        cudaFuncAttributeNonPortableClusterSizeAllowed for them. `registers`: registers per thread
-        when the kernel begins, as ptxas reports them, for setmaxnreg; None takes the number from
-        its directives (`register_pool.entry_registers`). `target`: compute capability whose limits
-        the launch must keep, such as sm_90a; None takes the module's own.
+        NumPy, a TensorMap, or bytes for another structure passed by value. `memory`: the global
+        memory to which pointers among them refer. `variables`: addresses in it of the module's
+        variables of global and constant memory, which keep their values from launch to launch; the
+        launch adds those that it lacks. None gives the launch variables of its own. `cluster`:
+        blocks per cluster in x, y and z, which divide those of the grid. None takes the clusters
+        that the kernel is compiled for (`__cluster_dims__`), if any. Clusters of more than 8 blocks
+        are run too, though a GPU needs cudaFuncAttributeNonPortableClusterSizeAllowed for them.
+        `registers`: registers per thread when the kernel begins, as ptxas reports them, for
+        setmaxnreg; None takes the number from its directives (`register_pool.entry_registers`).
+        `target`: compute capability whose limits the launch must keep, such as sm_90a; None takes
+        the module's own.
 
         `keep_going`: collect faults in `Run.faults` instead of raising the first one. `lints`:
         collect legal but suspicious operations in `Run.lints` (`errors.Lint`). `strict_barriers`: a
@@ -212,6 +204,7 @@ class Kernel:
             cluster,
             args,
             memory,
+            {} if variables is None else variables,
             self.module.target if target is None else target,
         )
         launch = replace(
@@ -246,6 +239,7 @@ class Kernel:
         cluster: Sequence[int] | int | None,
         args: Sequence[Argument],
         memory: DeviceMemory,
+        placed_before: dict[str, int],
         target: str,
     ) -> Launch:
         """A launch that a GPU would take, with its arguments and variables in memory."""
@@ -256,7 +250,7 @@ class Kernel:
         parameters, offsets = pack(self.function, args)
         local, local_bytes = placed([v for v in self._variables if v.space == "local"])
         symbols = {**offsets, **shared, **local}
-        symbols |= self._variables_in(memory, symbols)
+        symbols |= place_variables(self.module, self._variables, memory, placed_before, symbols)
         granule, has_flags = self._shared_accesses
         specials = self._named[1]
         asks_scratch = any(name.startswith("%reserved_smem") for name in specials)
@@ -276,17 +270,6 @@ class Kernel:
             scratch=aligned(static + shared_bytes, 128) if asks_scratch else None,
             workspace=memory.allocate(_WORKSPACE_BYTES) if synchronises else 0,
         )
-
-    def _variables_in(self, memory: DeviceMemory, others: Mapping[str, int]) -> dict[str, int]:
-        """Allocates the variables of global and constant memory; returns their addresses, and those
-        of functions. `others`: addresses of symbols that initial values may name."""
-        variables = [v for v in self._variables if v.space in ("global", "const")]
-        code = {name: _CODE_BASE + _CODE_SIZE * i for i, name in enumerate(self.module.functions)}
-        addresses = {v.name: memory.allocate(max(v.size, 1), v.alignment) for v in variables}
-        for variable in variables:
-            if variable.initial is not None:
-                initialise(variable, {**code, **others, **addresses}, memory)
-        return {**code, **others, **addresses}
 
     @cached_property
     def _shared_accesses(self) -> tuple[int, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -12,9 +12,9 @@ import numpy as np
 from flash_helpers import gpu
 from flash_helpers.ptx.errors import LaunchError
 from flash_helpers.ptx.read.module import Function, Variable
-from flash_helpers.ptx.run.memory.regions import ARENA_BASE, DeviceMemory
+from flash_helpers.ptx.tensor_map import TensorMap
 
-Argument = int | float | bool | np.generic | bytes
+Argument = int | float | bool | np.generic | bytes | TensorMap
 
 WORD = 32
 """Bytes of the widest access."""
@@ -49,19 +49,9 @@ def pack(function: Function, args: Sequence[Argument]) -> tuple[np.ndarray, dict
     return data, offsets
 
 
-def initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:
-    """Writes the initial value of a variable to global memory. `symbols`: addresses by name."""
-    data = bytearray(variable.initial or b"")
-    for stored in variable.addresses:
-        address = (symbols[stored.symbol.name] + stored.symbol.offset) >> stored.shift
-        part = address & ((1 << 8 * stored.size) - 1)
-        data[stored.offset : stored.offset + stored.size] = part.to_bytes(stored.size, "little")
-    offset = symbols[variable.name] - ARENA_BASE
-    memory.words(1)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-
-
 def _argument_bytes(index: int, parameter: Variable, value: Argument) -> bytes:
     what, size = f"argument {index}", parameter.size
+    value = value.encode() if isinstance(value, TensorMap) else value
     if isinstance(value, bytes | bytearray | memoryview):
         if len(bytes(value)) != size:
             raise LaunchError(f"{what} has {len(bytes(value))} bytes, its parameter {size}")
@@ -81,7 +71,8 @@ def _argument_bytes(index: int, parameter: Variable, value: Argument) -> bytes:
             value = operator.index(value)
         except TypeError:
             raise LaunchError(
-                f"{what} is a {type(value).__name__}: give an int, a NumPy scalar or bytes"
+                f"{what} is a {type(value).__name__}: give an int, a NumPy scalar, bytes or a "
+                "TensorMap"
             ) from None
     if parameter.type in ("f32", "f64"):
         with suppress(OverflowError):

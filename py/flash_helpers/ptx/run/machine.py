@@ -242,7 +242,7 @@ class Machine:
         self._live = (self.thread_ids < geometry.threads).reshape(-1, WARP).sum(axis=1)
         self.position = 0
         """Index of the instruction that is currently being bound."""
-        self.refused: set[int] = set()
+        self.refused: dict[int, UnsupportedInstruction] = {}
         """Indices of instructions that cannot be run."""
         self.waits: dict[int, Wait] = {}
         """Waits by the index of the instruction, set while it is bound."""

@@ -146,7 +146,7 @@ def _guarded(machine: Machine, wait: Wait, guard: Register) -> Wait:
 
 def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
     """The action of an instruction that cannot be run: it raises."""
-    machine.refused.add(machine.position)
+    machine.refused[machine.position] = refusal
 
     def run_some(selection: Selection) -> None:
         raise refusal

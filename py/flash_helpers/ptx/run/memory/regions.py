@@ -56,12 +56,25 @@ class DeviceMemory:
         start = -(-self._used // alignment) * alignment
         self._used = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
         if self._used > self._bytes.size:
-            grown = np.zeros(max(self._used, 2 * self._bytes.size), np.uint8)
-            grown[: self._bytes.size] = self._bytes
-            self._bytes = grown
+            self._bytes = self._grown(max(self._used, 2 * self._bytes.size))
         self._starts.append(ARENA_BASE + start)
         self._ends.append(ARENA_BASE + start + size)
         return ARENA_BASE + start
+
+    def _grown(self, size: int) -> np.ndarray:
+        """More bytes, `size` in all, which begin as those that there are."""
+        grown = np.zeros(size, np.uint8)
+        grown[: self._bytes.size] = self._bytes
+        return grown
+
+    def free(self, address: int) -> None:
+        """Ends an allocation: accesses to it are outside every allocation from now on. Raises
+        ValueError for an address that `allocate` or `upload` has not returned, or that is free
+        already."""
+        i = bisect.bisect_left(self._starts, address)
+        if i == len(self._starts) or self._starts[i] != address:
+            raise ValueError(f"no allocation begins at {address:#x}: {self.nearest(address)}")
+        del self._starts[i], self._ends[i]
 
     def upload(self, array: npt.ArrayLike) -> int:
         """Copies an array (C order) into new global memory and returns its address."""
@@ -109,8 +122,7 @@ class DeviceMemory:
         if size is None:
             return False
         self._heap_left += size
-        i = bisect.bisect_left(self._starts, address)
-        del self._starts[i], self._ends[i]
+        self.free(address)
         self._freed.setdefault(size, []).append(address)
         return True
 
