@@ -112,7 +112,7 @@ WRONG = {
         BarrierError, "different barrier instructions",
     ),
     "a shuffle whose lanes never come": (
-        "setp.gt.u32 %q, %r4, 3;\n@%q ret;\n" + SHUFFLE,
+        "setp.gt.u32 %q, %r4, 3;\n@%q bra B;\n" + SHUFFLE + "\nB: bar.sync 0;",
         MissingLanesError, "0xfffffff0 do not come",
     ),
     "a shuffle executed by a lane outside its mask": (

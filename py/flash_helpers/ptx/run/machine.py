@@ -238,8 +238,8 @@ class Machine:
             lints=lints,
         )
         self.register_pool = RegisterPool(geometry, self.shared.order, log, launch.registers)
-        # Threads of each warp that have not ended.
-        self._live = (self.thread_ids < geometry.threads).reshape(-1, WARP).sum(axis=1)
+        self.gone = self.thread_ids >= geometry.threads
+        """Lanes whose threads have ended, or that a block's short last warp lacks."""
         self.position = 0
         """Index of the instruction that is currently being bound."""
         self.refused: dict[int, UnsupportedInstruction] = {}
@@ -279,9 +279,9 @@ class Machine:
         lanes = self.lanes_of(selection)
         ended_blocks = self.shared.presence.end(lanes)
         self.cluster_barrier.end(lanes)
-        np.subtract.at(self._live, lanes // WARP, 1)
+        self.gone[lanes] = True
         warps = np.unique(lanes // WARP)
-        ended = warps[self._live[warps] == 0]
+        ended = warps[self.gone.reshape(-1, WARP)[warps].all(axis=1)]
         self.warpgroups.end(ended)
         self.register_pool.end(ended)
         self.shared.agents.end_blocks(ended_blocks)
@@ -410,11 +410,6 @@ class Machine:
         return self.geometry.thread_of(self.lane_ids)
 
     @cached_property
-    def absent_lanes(self) -> np.ndarray:
-        """For each lane, a mask of the lanes that its warp lacks, as a block's last warp may."""
-        return warp_masks(self.thread_ids >= self.geometry.threads)
-
-    @cached_property
     def lane_bits(self) -> np.ndarray:
         """Each lane's bit in the masks of its warp."""
         return np.uint32(1) << (self.lane_ids % WARP).astype(np.uint32)
@@ -523,11 +518,20 @@ class Machine:
         """An action whose general form serves all lanes too."""
         return Action(partial(run_some, ALL), run_some)
 
-    def masks(self, selection: Selection) -> np.ndarray:
-        """`warp_masks` of the selected lanes."""
+    def fellows(self, selection: Selection, members: np.ndarray) -> np.ndarray:
+        """For each lane, a mask of the selected lanes of its warp that name the same members.
+
+        `members`: the members that each lane names, or one mask for all. The lanes of an
+        instruction with `.sync` wait for those that execute it with the same membermask (PTX ISA
+        9.0, "shfl.sync", "vote.sync", "match.sync", "redux.sync", "bar.warp.sync").
+        """
         selected = np.zeros(self.lanes, bool)
         selected[selection] = True
-        return warp_masks(selected)
+        rows = np.broadcast_to(members, (self.lanes,)).reshape(-1, WARP)
+        if (rows == rows[:, :1]).all():
+            return warp_masks(selected)
+        same = (rows[:, :, None] == rows[:, None, :]) & selected.reshape(-1, 1, WARP)
+        return np.packbits(same, axis=2, bitorder="little").view(np.uint32).reshape(-1)
 
     def lanes_of(self, selection: Selection) -> np.ndarray:
         """Numbers of the selected lanes."""

@@ -25,9 +25,10 @@ class BoundProgram:
     `actions`: action of every instruction. The action of an instruction that ends a block does
     nothing, since the scheduler runs it, or refuses it. `full`: for each block of the program, its
     actions for all lanes. `members`: the lanes that must execute an instruction together
-    (`operations.bind`). `barriers`, `choices`, `taken`: for the instructions that end blocks, the
-    barrier, the target by its index, and the lanes whose predicate holds. `sleeps`: instructions
-    that wait. `sleeping_blocks`: blocks of the program with such instructions.
+    (`operations.bind`). `guards`: those of them that are not predicated off. `barriers`, `choices`,
+    `taken`: for the instructions that end blocks, the barrier, the target by its index, and the
+    lanes whose predicate holds. `sleeps`: instructions that wait. `sleeping_blocks`: blocks of the
+    program with such instructions.
     """
 
     def __init__(self, machine: Machine, observer: Observer | None) -> None:
@@ -36,6 +37,7 @@ class BoundProgram:
         program = machine.program
         self.actions: list[Action] = []
         self.members: dict[int, np.ndarray] = {}
+        self.guards: dict[int, Callable[[Selection], np.ndarray]] = {}
         self.barriers: dict[int, Barrier] = {}
         self.taken: dict[int, Callable[[Selection], np.ndarray]] = {}
         self.choices: dict[int, np.ndarray] = {}
@@ -75,6 +77,8 @@ class BoundProgram:
         action, members = bind(machine, instruction)
         if members is not None:
             self.members[position] = members
+            if instruction.guard is not None:
+                self.guards[position] = machine.predicate(instruction.guard)
         action = watched(machine, position, action)
         if observer is None or not observer.wants(instruction):
             return action

@@ -6,9 +6,8 @@ import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MissingLanesError
-from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.run.execute.bound import BoundProgram
-from flash_helpers.ptx.run.execute.threads import AT_SYNC, DONE, RUNNING, Threads, for_each
+from flash_helpers.ptx.run.execute.threads import AT_SYNC, RUNNING, Threads, for_each
 from flash_helpers.ptx.run.instructions.warps import WHOLE_WARP
 from flash_helpers.ptx.run.machine import Machine, warp_masks
 
@@ -21,6 +20,7 @@ class Meetings:
         self.program = machine.program
         self.threads = threads
         self.members = bound.members
+        self.guards = bound.guards
         self.warp_barriers = bound.warp_barriers
 
     def join(
@@ -28,26 +28,29 @@ class Meetings:
     ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
         """Returns the lanes that may execute a warp-wide instruction now, and those among them that
         have waited for other lanes of their warp; the remaining lanes wait. Also returns the lanes
-        that a bar.warp.sync elsewhere lets go, by its position."""
+        that a bar.warp.sync elsewhere lets go, by its position.
+
+        Lanes wait for those that name the same members. Only the instructions of `WHOLE_WARP` wait
+        for threads that have ended (PTX ISA 9.0, "shfl.sync", "vote.sync", "match.sync" and
+        "redux.sync": "all non-exited threads corresponding to membermask"). A lane that is
+        predicated off waits for none.
+        """
         lanes = np.union1d(lanes, self.threads.waiting_at(position))
         members = self.members[position]
-        instruction = self.program.instructions[position]
-        present = self.machine.masks(lanes)
+        present = self.machine.fellows(lanes, members)
         needed = for_each(members, lanes)
-        if instruction.name not in WHOLE_WARP:
-            # A block's last warp may be short: lanes that never were are not waited for.
-            present |= self.machine.absent_lanes
+        if self.program.instructions[position].name not in WHOLE_WARP:
+            present |= warp_masks(self.machine.gone)
         elsewhere = None
-        if instruction.name in BARRIERS:
-            # Threads that have ended count as arrived (PTX ISA 9.0, "bar.warp.sync",
-            # "barrier.cluster"); those that wait at another bar.warp.sync of the same mask have.
-            present |= warp_masks(self.threads.status == DONE)
-            if position in self.warp_barriers:
-                elsewhere = self._at_other_warp_barriers(position)
-                for mask in np.unique(needed):
-                    here = lanes[needed == mask]
-                    present[here] |= warp_masks(elsewhere == mask)[here]
+        if position in self.warp_barriers:
+            # Those that wait at another bar.warp.sync of the same mask have arrived.
+            elsewhere = self._at_other_warp_barriers(position)
+            for mask in np.unique(needed):
+                here = lanes[needed == mask]
+                present[here] |= warp_masks(elsewhere == mask)[here]
         ready = (needed & ~present[lanes]) == 0
+        if position in self.guards:
+            ready |= ~self.guards[position](lanes)
         self.threads.status[lanes[ready]] = RUNNING
         waiting = lanes[~ready]
         self.threads.pc[waiting] = position
@@ -72,12 +75,13 @@ class Meetings:
 
     def report_missing(self, position: int, lanes: np.ndarray) -> None:
         """Reports lanes of a warp that wait for lanes which do not come."""
-        needed = int(for_each(self.members[position], lanes)[0])
-        missing = needed & ~int(self.machine.masks(lanes)[lanes[0]])
-        ended = int(warp_masks(self.threads.status == DONE)[lanes[0]]) & missing
+        members, first = self.members[position], lanes[0]
+        needed = int(for_each(members, lanes)[0])
+        missing = needed & ~int(self.machine.fellows(lanes, members)[first])
         detail = f"the lanes {needed:#010x} must execute it together, {missing:#010x} do not come"
+        ended = int(warp_masks(self.machine.gone)[first]) & missing
         if ended:
             detail += f" ({ended:#010x} have ended)"
         self.machine.log.report(
-            MissingLanesError, detail, position, self.machine.geometry.thread(lanes[0])
+            MissingLanesError, detail, position, self.machine.geometry.thread(first)
         )

@@ -59,6 +59,10 @@ class Threads:
             return
         self.status[selection] = DONE
         self._machine.end(selection)
+        # Lanes that wait for lanes of their warp ask again whether they still must.
+        waiting = self.having(AT_SYNC)
+        warps = np.unique(self._machine.lanes_of(selection) // WARP)
+        self.status[waiting[np.isin(waiting // WARP, warps)]] = RUNNING
         ended = self.ended()
         assert ended is not None
         ended()

@@ -31,7 +31,7 @@ from flash_helpers.ptx.run.instructions.forms import (
     check_modifiers,
     find_form,
 )
-from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
+from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick, warp_masks
 from flash_helpers.ptx.run.memory.regions import Selection
 
 WITHOUT_EFFECT = "nanosleep prefetch prefetchu pmevent discard applypriority griddepcontrol"
@@ -174,23 +174,25 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
     """A warp-wide instruction, with a check that the lanes that execute it are those of its mask.
 
     The scheduler waits for lanes that have not come yet. So lanes can be missing here only because
-    of a predicate; there can also be too many.
+    of a predicate, or because they name other members; there can also be too many.
     """
     position = machine.position
     constant = members.size == 1
     if constant and int(members[0]) == 0xFFFF_FFFF and not guarded:
         return action
+    everyone = np.ones(1, np.uint32)
     everywhere = np.broadcast_to(members, (machine.lanes,))
-    absent = np.zeros_like(machine.absent_lanes)
-    if machine.instruction().name not in warps.WHOLE_WARP:
-        absent = machine.absent_lanes
+    needs_ended = machine.instruction().name in warps.WHOLE_WARP
 
     def run_some(selection: Selection) -> None:
         needed = everywhere[selection]
         stranger = (needed & machine.lane_bits[selection]) == 0
-        missing = np.zeros_like(needed)
-        if guarded:
-            missing = needed & ~(machine.masks(selection) | absent)[selection]
+        missing = needed & ~machine.fellows(selection, members)[selection]
+        here = machine.fellows(selection, everyone)[selection] if missing.any() else missing
+        if not guarded:
+            missing &= here
+        elif not needs_ended:
+            missing &= ~warp_masks(machine.gone)[selection]
         wrong = stranger | (missing != 0)
         if not wrong.any():
             action.some(selection)
@@ -198,6 +200,8 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
         lanes = machine.lanes_of(selection)
         first = int(np.flatnonzero(wrong)[0])
         reason = f"{int(missing[first]):#010x} are predicated off"
+        if missing[first] & here[first]:
+            reason = f"{int(missing[first] & here[first]):#010x} execute it with another mask"
         if stranger[first]:
             reason = "and this lane, which executes it too, is not among them"
         machine.log.report(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from flash_helpers.ptx.run.memory.regions import ALL, Selection
 WHOLE_WARP = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma", "wgmma", "setmaxnreg"})
 """Instructions that need all 32 lanes."""
 
-_FULL = np.uint32(0xFFFF_FFFF)
+_FULL = np.array([0xFFFF_FFFF], np.uint32)
 
 
 def _everywhere(array: np.ndarray, machine: Machine) -> np.ndarray:
@@ -85,14 +85,15 @@ def _shfl(machine: Machine, instruction: Instruction) -> Action:
 def _warp_wide(
     machine: Machine,
     destinations: Sequence[np.ndarray],
-    members: np.ndarray | np.uint32,
+    members: np.ndarray,
     compute: Callable[[np.ndarray], Sequence[np.ndarray]],
 ) -> Action:
     """The action of a warp-wide function. `compute`: takes, for each lane, a mask of the members of
-    its warp that take part; returns one array over all lanes for each destination."""
+    its warp that take part with it; returns one array over all lanes for each destination. Lanes
+    that name other members are another group, and threads that have ended are in none."""
 
     def run_some(selection: Selection) -> None:
-        results = compute(machine.masks(selection) & members)
+        results = compute(machine.fellows(selection, members) & members)
         for destination, result in zip(destinations, results, strict=True):
             destination[selection] = result[selection]
 
@@ -141,22 +142,51 @@ def _match(machine: Machine, instruction: Instruction) -> Action:
     return _warp_wide(machine, destinations, machine.source(member, "u32"), match)
 
 
+_REDUX: Mapping[str, tuple[str, ...]] = {
+    "integer": ("add", "min", "max"),
+    "bits": ("and", "or", "xor"),
+    "float": ("min", "max"),
+}
+
+
 def _redux(machine: Machine, instruction: Instruction) -> Action:
+    """redux.sync; those of f32 leave out NaNs, unless they have `.NaN` (PTX ISA 9.0,
+    "redux.sync")."""
     target, source, member = instruction.operands
     type_name = instruction.types[-1]
-    name = machine.one_of(OPERATIONS)
+    kind = {"b32": "bits", "f32": "float"}.get(type_name, "integer")
+    name = machine.one_of(_REDUX[kind])
     values = machine.source(source, type_name)
-    limits = np.iinfo(values.dtype)
-    neutral = {"min": limits.max, "max": limits.min, "and": ~values.dtype.type(0)}.get(name, 0)
-    start = values.dtype.type(neutral)
+    function = OPERATIONS[name]
+    if kind == "float" and not instruction.has("NaN"):
+        function = {"min": np.fmin, "max": np.fmax}[name]
+    is_absolute = instruction.has("abs")
+    if kind != "float" and (is_absolute or instruction.has("NaN")):
+        raise machine.unsupported("only a reduction of .f32 has .abs and .NaN")
+    start = _neutral(function, values.dtype)
 
     def reduce(taking: np.ndarray) -> Sequence[np.ndarray]:
-        takes_part = (taking & machine.lane_bits) != 0
-        rows = np.where(takes_part, _everywhere(values, machine), start).reshape(-1, WARP)
-        return (OPERATIONS[name].reduce(rows, axis=1, dtype=values.dtype).repeat(WARP),)
+        own = _everywhere(values, machine).reshape(-1, 1, WARP)
+        takes_part = (taking.reshape(-1, WARP, 1) & machine.lane_bits[:WARP]) != 0
+        each = np.where(takes_part, np.abs(own) if is_absolute else own, start)
+        return (function.reduce(each, axis=2, dtype=values.dtype).reshape(-1),)
 
     destination = machine.destination(target, type_name)
     return _warp_wide(machine, [destination], machine.source(member, "u32"), reduce)
+
+
+def _neutral(function: np.ufunc, dtype: np.dtype) -> np.generic:
+    """The value that changes no result of a reduction."""
+    if function in (np.fmin, np.fmax):
+        return dtype.type(np.nan)
+    if function is np.bitwise_and:
+        return ~dtype.type(0)
+    if function not in (np.minimum, np.maximum):
+        return dtype.type(0)
+    least, most = -np.inf, np.inf
+    if dtype.kind != "f":
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return dtype.type(most if function is np.minimum else least)
 
 
 def _elect(machine: Machine, instruction: Instruction) -> Action:
@@ -175,13 +205,13 @@ def member_mask(machine: Machine, instruction: Instruction) -> np.ndarray | None
     """Lanes that must execute an instruction together, as masks; None if it needs none."""
     name = instruction.name
     if name in WHOLE_WARP:
-        return np.array([_FULL])
+        return _FULL
     if name in ("shfl", "match", "redux", "elect", "vote") and instruction.has("sync"):
         return machine.source(instruction.operands[-1], "u32")
     if name in BARRIERS and instruction.has("warp"):
         return machine.source(instruction.operands[0], "u32")
     if name == "barrier" and instruction.has("cluster") and instruction.has("aligned"):
-        return np.array([_FULL])
+        return _FULL
     return None
 
 
@@ -190,6 +220,6 @@ FORMS = (
     Form("vote", _vote, (2, 3), ("pred b32",)),
     Form("activemask", _activemask, (1,), ("b32",)),
     Form("match", _match, (3,), ("b32 b64",)),
-    Form("redux", _redux, (3,), ("u32 s32 b32",)),
+    Form("redux", _redux, (3,), ("u32 s32 b32 f32",)),
     Form("elect", _elect, (2,)),
 )
