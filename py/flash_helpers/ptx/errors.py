@@ -152,6 +152,15 @@ class BarrierOperandError(BarrierError, title="impossible barrier"):
     threads)."""
 
 
+class MixedArrivalsError(BarrierError, title="arrivals at a barrier may mix"):
+    """An arrival at a barrier with a thread count that no synchronisation orders behind all
+    arrivals of the time before. On another run it may come first and take the place of one of
+    them. The barrier then lets threads go before the threads that they wait for have come.
+
+    Source: PTX ISA 9.0, "barrier": it completes when the specified number of threads have arrived,
+    whichever threads these are."""
+
+
 class ClusterBarrierError(BarrierError, title="cluster barrier misused"):
     """A thread that arrives at the barrier of its cluster again before it has waited, or waits
     before it has arrived (PTX ISA 9.0, "barrier.cluster": each thread must arrive only once before

@@ -10,7 +10,12 @@ from weakref import WeakMethod
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import BarrierError, BarrierOperandError, LeftArrivalsLint
+from flash_helpers.ptx.errors import (
+    BarrierError,
+    BarrierOperandError,
+    LeftArrivalsLint,
+    MixedArrivalsError,
+)
 from flash_helpers.ptx.read.flow import Block
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.execute.threads import AT_BARRIER, DONE, RUNNING, Threads, for_each
@@ -43,11 +48,14 @@ class Barrier:
 @dataclass(frozen=True)
 class Arrival:
     """Threads of one block that came to a barrier together. `position`: position of the
-    instruction. `knowledge`: the threads' knowledge at that time."""
+    instruction. `due`: threads for which they take the barrier to wait. `time`, `knowledge`: the
+    time (`order`), and the threads' knowledge then."""
 
     lanes: np.ndarray
     position: int
     barrier: Barrier
+    due: int
+    time: int
     knowledge: Knowledge
 
 
@@ -85,7 +93,8 @@ def decode_barrier(machine: Machine, instruction: Instruction) -> Barrier:
 class BlockBarriers:
     """The barriers of all blocks of a batch. `at`: decoded, by the position of their instructions.
     `strict`: a barrier of the whole block waits for threads that have ended, too. `arrivals`:
-    arrivals at barriers that are not complete, by block and number."""
+    arrivals at barriers that are not complete, by block and number. `last`: the arrivals that
+    have completed each barrier with a thread count last."""
 
     def __init__(
         self, machine: Machine, threads: Threads, at: Mapping[int, Barrier], *, strict: bool
@@ -96,6 +105,7 @@ class BlockBarriers:
         self.strict = strict
         self.at = at
         self.arrivals: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+        self.last: dict[tuple[int, int], list[Arrival]] = {}
         self._predicate = np.zeros(machine.lanes, bool)
         threads.ended = WeakMethod(self.release_complete)
 
@@ -125,14 +135,20 @@ class BlockBarriers:
             self.threads.pc[lanes] = block.end - 1
         else:
             self.threads.go(lanes, block.next)
-        owners = self.machine.geometry.block_of(lanes)
-        for owner in np.unique(owners):
-            for name in np.unique(names[owners == owner]):
-                chosen = lanes[(owners == owner) & (names == name)]
-                knowledge = self.machine.shared.order.arrive(chosen)
-                arrival = Arrival(chosen, block.end - 1, barrier, knowledge)
-                self.arrivals[int(owner), int(name)].append(arrival)
-                self._release_if_complete(int(owner), int(name))
+        owners, order = self.machine.geometry.block_of(lanes), self.machine.shared.order
+        dues = np.full(lanes.shape, self.machine.geometry.threads)
+        if barrier.count is not None:
+            dues = for_each(barrier.count, lanes)
+        for owner in np.unique(owners).tolist():
+            mine = owners == owner
+            for name, due in sorted({*zip(names[mine].tolist(), dues[mine].tolist(), strict=True)}):
+                chosen = lanes[mine & (names == name) & (dues == due)]
+                came = (chosen, block.end - 1, barrier, due, order.now)
+                arrival = Arrival(*came, order.arrive(chosen))
+                self._check_company(owner, name, arrival)
+                self._check_last(owner, name, arrival)
+                self.arrivals[owner, name].append(arrival)
+                self._release_if_complete(owner, name)
 
     def release_complete(self) -> None:
         """Completes the barriers at which no thread is missing any more, since threads have
@@ -170,7 +186,7 @@ class BlockBarriers:
         arrivals = self.arrivals[owner, name]
         came = sum(arrival.lanes.size for arrival in arrivals)
         waiting = sum(arrival.lanes.size for arrival in arrivals if arrival.barrier.waits)
-        due = self._expected(arrivals[-1].barrier, arrivals[-1].lanes)
+        due = arrivals[-1].due
         arrived = f", {came - waiting} have arrived" if came > waiting else ""
         ended = self.threads.ended_of(owner).size
         return f"barrier {name}: {waiting} of {due} threads wait{arrived}, {ended} have ended"
@@ -215,6 +231,53 @@ class BlockBarriers:
                 wrong |= bad
         return wrong
 
+    def _check_company(self, owner: int, name: int, new: Arrival) -> None:
+        """Checks an arrival at a barrier against those that are there already."""
+        for other in self.arrivals.get((owner, name), ()):
+            there = f"{self._warps(other)} arrived at {self.machine.log.site(other.position)}"
+            if -(-other.due // WARP) != -(-new.due // WARP):
+                text = (
+                    f"barrier {name} waits for {new.due} threads here, and for {other.due} where\n"
+                    f"    {there}:\n    threads that meet there must give the same number"
+                )
+                self._report_arrival(BarrierOperandError, new, text)
+            # A thread may arrive and then wait: so it gives itself the first turn.
+            elif not (new.barrier.waits or other.barrier.waits) and (
+                np.isin(new.lanes, other.lanes).any()
+            ):
+                text = (
+                    f"a second arrival at barrier {name}, where {there}\n    and the barrier is "
+                    "not complete: one thread counts for two"
+                )
+                self._report_arrival(BarrierOperandError, new, text)
+
+    def _check_last(self, owner: int, name: int, new: Arrival) -> None:
+        """Checks that an arrival at a barrier cannot come before those which have completed it
+        last. A barrier of the whole block, at which all wait, is complete only with all of them; at
+        one of a warp each waits only for itself."""
+        if new.due <= WARP or (new.barrier.count is None and new.barrier.waits):
+            return
+        order, geometry = self.machine.shared.order, self.machine.geometry
+        for other in self.last.get((owner, name), ()):
+            warps = np.unique(geometry.place_of(other.lanes) // WARP)
+            if (order.warps_in(new.knowledge)[warps] < other.time).any():
+                text = (
+                    f"{self._warps(new)} may arrive at barrier {name} before {self._warps(other)} "
+                    f"at {self.machine.log.site(other.position)},\n    since nothing orders the "
+                    f"two: the {new.due} threads that complete the barrier may be of both groups"
+                )
+                self._report_arrival(MixedArrivalsError, new, text)
+                return
+
+    def _report_arrival(self, kind: type[BarrierError], new: Arrival, text: str) -> None:
+        thread = self.machine.geometry.thread(new.lanes[0])
+        self.machine.log.report(kind, text, new.position, thread)
+
+    def _warps(self, arrival: Arrival) -> str:
+        """The warps that have arrived, in words."""
+        warps = np.unique(self.machine.geometry.warp_of(arrival.lanes)).tolist()
+        return f"warp{'s' * (len(warps) > 1)} {', '.join(map(str, warps))}"
+
     def _check_arrived(self, owner: int, name: int, arrivals: Sequence[Arrival]) -> None:
         """Reports a barrier with a thread count at which more threads have come together: the ISA
         leaves undefined which of them it lets go."""
@@ -222,7 +285,7 @@ class BlockBarriers:
         if newest.barrier.count is None:
             return
         came = sum(arrival.lanes.size for arrival in arrivals)
-        due = self._expected(newest.barrier, newest.lanes)
+        due = newest.due
         if came > due > WARP:  # one of a warp lets each go by itself
             position = newest.position
             thread = self.machine.geometry.thread(newest.lanes[0])
@@ -254,7 +317,7 @@ class BlockBarriers:
         """Lints arrivals without a wait, unless the barrier is for arrivals only."""
         newest = arrivals[-1]
         came = sum(arrival.lanes.size for arrival in arrivals)
-        due = self._expected(newest.barrier, newest.lanes)
+        due = newest.due
         if self.machine.launch.lints and came < due:
             geometry = self.machine.geometry
             self.machine.log.lint(
@@ -273,6 +336,7 @@ class BlockBarriers:
             return
         del self.arrivals[owner, name]
         self._check_arrived(owner, name, arrivals)
+        self.last[owner, name] = arrivals
         waiting = [a.lanes for a in arrivals if a.barrier.waits]
         if not waiting:
             self._tell_left(owner, name, arrivals)
@@ -299,18 +363,12 @@ class BlockBarriers:
         if self.strict:
             gone = np.arange(gone.size) >= geometry.threads
         newest = arrivals[-1]
+        came = sum(arrival.lanes.size for arrival in arrivals)
         if newest.barrier.count is None:
-            return bool((arrived | gone).all())
+            return came >= newest.due or bool((arrived | gone).all())
         warps = arrived.reshape(-1, WARP).any(axis=1)
         missing = (gone & ~arrived).reshape(-1, WARP)[warps].sum()
-        came = sum(arrival.lanes.size for arrival in arrivals)
-        return came + missing >= self._expected(newest.barrier, newest.lanes)
-
-    def _expected(self, barrier: Barrier, lanes: np.ndarray) -> int:
-        """Threads that a barrier waits for."""
-        if barrier.count is None:
-            return self.machine.geometry.threads
-        return int(for_each(barrier.count, lanes)[0])
+        return came + missing >= newest.due
 
     def _release(self, lanes: np.ndarray) -> None:
         values = self._predicate[lanes]
