@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from flash_helpers.console.symbols import short_name
 
 
 class PtxError(Exception):
@@ -42,7 +45,7 @@ class LaunchError(PtxError, ValueError):
 @dataclass(frozen=True)
 class Site:
     """The place of a fault in the kernel. `source`: file:line of the CUDA source, with the chain of
-    inlined calls; None without `.loc`."""
+    inlined calls as `Location` shows it; None without `.loc`."""
 
     kernel: str
     ptx_line: int
@@ -51,7 +54,7 @@ class Site:
 
     def __str__(self) -> str:
         source = self.source or "no source line (compile with -lineinfo)"
-        return f"{source} [{self.opcode}, PTX line {self.ptx_line}] in {self.kernel}"
+        return f"{source} [{self.opcode}, PTX line {self.ptx_line}]"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,26 @@ class Thread:
         return f"block ({x}, {y}, {z}) warp {self.warp} lane {self.lane}"
 
 
+MOST_LINES, MOST_CHARACTERS = 15, 1_200
+"""Size of the message of a fault at most, so that a terminal shows it whole."""
+
+
+def _shortened(text: str, most_lines: int, most_characters: int) -> str:
+    """A text without its last lines, if there are too many, and without the middle of its first, if
+    that is too long alone."""
+    lines, left = text.split("\n"), ""
+    count = len(lines)
+    while len(lines) > 1 and (
+        len(lines) + bool(left) > most_lines or len("\n".join(lines) + left) > most_characters
+    ):
+        lines.pop()
+        left = f"\n    … {count - len(lines)} more lines"
+    half = max((most_characters - len(left)) // 2 - 1, 0)
+    if len(lines[0]) > 2 * half + 1:
+        lines[0] = f"{lines[0][:half]}…{lines[0][len(lines[0]) - half :]}"
+    return "\n".join(lines) + left
+
+
 @dataclass(eq=False, repr=False)
 class SimulatorError(PtxError, RuntimeError):
     """A fault of the kernel found while it ran.
@@ -74,7 +97,8 @@ class SimulatorError(PtxError, RuntimeError):
     `title`: the kind of fault, in words. `site`: the instruction. `thread`: the first thread that
     shows the fault, None if it has no single thread. `address`: the address as the instruction saw
     it, None if no address is involved. `count`: number of faulting lanes, over the whole run where
-    faults are collected.
+    faults are collected. `ptx_lines`: the instructions that show it, where they are collected: a
+    line of CUDA source may have become several.
     """
 
     title: ClassVar[str] = "fault"
@@ -84,20 +108,33 @@ class SimulatorError(PtxError, RuntimeError):
     thread: Thread | None = None
     address: int | None = None
     count: int = 1
+    ptx_lines: set[int] = field(default_factory=set)
+
+    @property
+    def cause(self) -> Hashable:
+        """A key that faults have in common if one line of source, or without lines one instruction,
+        is at fault."""
+        at = self.site
+        return type(self), at and (at.opcode, at.source or at.ptx_line)
 
     def __init_subclass__(cls, title: str) -> None:
         cls.title = title
 
     def __str__(self) -> str:
-        parts = [f"{self.title}: {self.detail}"]
+        """The message, within MOST_LINES and MOST_CHARACTERS; `detail` has all of it."""
+        parts = []
         if self.site is not None:
-            parts.append(f"at {self.site}")
+            parts.append(f"  at {self.site} in {short_name(self.site.kernel)}")
         if self.thread is not None:
-            parts.append(f"by {self.thread}")
+            parts.append(f"  by {self.thread}")
         if self.address is not None:
-            parts.append(f"address {self.address:#x}")
-        text = "\n  ".join(parts)
-        return text if self.count == 1 else f"{text}\n  {self.count} times"
+            parts.append(f"  address {self.address:#x}")
+        if self.count != 1:
+            n = len(self.ptx_lines)
+            parts.append(f"  {self.count} times" + (f", on {n} lines of PTX" if n > 1 else ""))
+        room = MOST_CHARACTERS - len("\n".join(parts)) - 1
+        detail = _shortened(f"{self.title}: {self.detail}", MOST_LINES - len(parts), room)
+        return "\n".join([detail, *parts])
 
 
 class OutOfBoundsError(SimulatorError, title="out-of-bounds access"):

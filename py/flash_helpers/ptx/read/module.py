@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import PurePath
 
 from flash_helpers.ptx.errors import PtxSyntaxError
 
@@ -26,8 +28,30 @@ class Location:
         return tuple(found)
 
     def __str__(self) -> str:
+        """The chain of calls, cut to what its reader wrote: the line itself and the callers outside
+        of header folders, the inner and the outer ones of many, and how many are left out."""
+        frames = self.frames()
+        own = [i for i, frame in enumerate(frames) if not _is_header(frame.file)]
+        shown = sorted({0, *(own or [len(frames) - 1])})
+        if len(shown) > _INNER + _OUTER:
+            shown = [*shown[:_INNER], *shown[-_OUTER:]]
         text = f"{self.file}:{self.line}"
-        return text if self.inlined_at is None else f"{text}, inlined at {self.inlined_at}"
+        for before, i in pairwise(shown):
+            if i - before > 2:
+                text += f", … {i - before - 1} more"
+            elif i - before == 2:
+                text += f", inlined at {frames[i - 1].file}:{frames[i - 1].line}"
+            text += f", inlined at {frames[i].file}:{frames[i].line}"
+        return text
+
+
+_INNER, _OUTER = 4, 2
+"""Frames that are shown of many."""
+
+
+def _is_header(file: str) -> bool:
+    """Whether a file lies in a folder of headers, as those of libraries do."""
+    return "include" in PurePath(file).parts[:-1]
 
 
 @dataclass(frozen=True)

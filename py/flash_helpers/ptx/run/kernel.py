@@ -41,6 +41,9 @@ enough to stay in cache."""
 
 _WORKSPACE_BYTES = 256
 
+MOST_OF_KIND = 10
+"""Faults of one kind that `Run.report` prints."""
+
 DEFAULT_MAX_INSTRUCTIONS = 20_000_000
 
 
@@ -74,8 +77,18 @@ class Run:
         return self.counters.by_line()
 
     def report(self) -> str:
-        """The collected faults and lints as text."""
-        return "\n".join(map(str, (*self.faults, *self.lints)))
+        """The collected faults and lints as text; of each kind, those after the first MOST_OF_KIND
+        are only counted."""
+        by_kind: dict[str, list[SimulatorError]] = {}
+        for found in (*self.faults, *self.lints):
+            by_kind.setdefault(found.title, []).append(found)
+        told: list[str] = []
+        for title, some in by_kind.items():
+            told += map(str, some[:MOST_OF_KIND])
+            if left := some[MOST_OF_KIND:]:
+                n = sum(len(found.ptx_lines) for found in left)
+                told.append(f"{title}: … {len(left)} more, on {n} lines of PTX")
+        return "\n".join(told)
 
 
 @dataclass(frozen=True)

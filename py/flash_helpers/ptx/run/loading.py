@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.console.file_kinds import FileKind, kind_of, mistaken
-from flash_helpers.console.symbols import demangled
+from flash_helpers.console.symbols import demangled, names_of, short_name
 from flash_helpers.ptx.errors import LaunchError, NotPtxError, PtxSyntaxError
 from flash_helpers.ptx.read.calls import without_calls
 from flash_helpers.ptx.read.module import Function, Module, Symbol
@@ -56,23 +56,28 @@ class PtxModule:
             found = [f for f in entries if any(wanted in n for n in (f.name, *names[f.name]))]
         if len(found) != 1:
             problem = "no kernel is named" if not found else "several kernels are named"
-            there = "\n  ".join(demangled(f.name) for f in found or entries) or "(none)"
-            raise LaunchError(f"{problem} {name!r}; the file holds\n  {there}")
+            raise LaunchError(f"{problem} {name!r}; the file holds\n  {_listed(found or entries)}")
         return found[0]
 
 
+_LISTED, _LONGEST_NAME = 10, 110
+"""Kernels that a message lists, and the characters of each."""
+
+
+def _listed(entries: Sequence[Function]) -> str:
+    """Names of kernels in C++, one a line."""
+    if not entries:
+        return "(none)"
+    names = [demangled(f.name) for f in entries[:_LISTED]]
+    lines = [n if len(n) <= _LONGEST_NAME else short_name(n, _LONGEST_NAME) for n in names]
+    if len(entries) > _LISTED:
+        lines.append(f"… {len(entries) - _LISTED} more")
+    return "\n  ".join(lines)
+
+
 def _names(symbol: str) -> tuple[str, ...]:
-    """Names of a symbol in C++, without white space: the whole name; without result and parameters;
-    without namespaces."""
-    whole = demangled(symbol).removeprefix("void ")
-    start, end, depth = 0, len(whole), 0
-    for i, character in enumerate(whole):
-        if depth == 0 and whole.startswith("::", i):
-            start, end = i + 2, len(whole)
-        elif depth == 0 and character == "(":
-            end = i
-        depth += (character in "<(") - (character in ">)")
-    return tuple("".join(n.split()) for n in (whole, whole[:end], whole[start:end]))
+    """As `names_of`, without white space."""
+    return tuple("".join(name.split()) for name in names_of(symbol))
 
 
 def _called(module: Module, function: Function) -> Iterator[Function]:
