@@ -80,6 +80,12 @@ class Phases:
         self._agents[self.shared.geometry.cluster_of(block * 32), agent] = where
         return agent
 
+    def agent_of_threads(self, where: int) -> int:
+        """As `agent`, of the copies that threads issue by cp.async."""
+        agent = self.agent(where, "cp.async")
+        self.order.generic_agents.add(agent)
+        return agent
+
     # -- what lanes do -----------------------------------------------------------------------------
 
     def init(

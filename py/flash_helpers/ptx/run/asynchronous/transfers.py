@@ -214,7 +214,7 @@ class Transfers:
             mine = lanes[places == where]
             if adds:
                 self.phases.add_pending(position, mine, where)
-            agents = self.copies.assign(mine, self.phases.agent(where, "cp.async"))
+            agents = self.copies.assign(mine, self.phases.agent_of_threads(where))
             known = self.shared.order.knowledge(mine)
             arrival = Arrival(mine, position, where, self.copies.issued, agents, known)
             self.incoming.append(arrival)

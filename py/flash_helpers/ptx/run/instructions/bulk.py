@@ -66,6 +66,11 @@ class _Refused(Exception):
         self.detail = detail
         self.address = address
 
+    def report(self, machine: Machine, position: int, lane: int) -> None:
+        """Makes a fault of it."""
+        thread = machine.geometry.thread(lane)
+        machine.log.report(self.kind, self.detail, position, thread, self.address)
+
 
 def _bulk(machine: Machine, instruction: Instruction) -> Action:
     """The action of any bulk instruction."""
@@ -105,6 +110,11 @@ def _store_async(machine: Machine, instruction: Instruction) -> Action:
             (_, places, _), (_, wheres, _) = port.places(addresses(lanes), lanes), objects(lanes)
             if not (places.size and wheres.size):
                 continue
+            try:
+                _check_blocks(machine, int(places[0]), int(wheres[0]))
+            except _Refused as refusal:
+                refusal.report(machine, position, lane)
+                continue
             words = np.stack([pick(source, lanes) for source in sources])
             issued = machine.shared.order.knowledge(lanes)
             machine.transfers.load(
@@ -112,6 +122,20 @@ def _store_async(machine: Machine, instruction: Instruction) -> Action:
             )
 
     return machine.from_some(run_some)
+
+
+def _check_blocks(machine: Machine, place: int, where: int) -> None:
+    """Refuses a copy to a place in shared memory whose mbarrier object is in another block (PTX ISA
+    9.0, "cp.async.bulk", "st.async": both are of one block)."""
+    stride, blocks = machine.shared.stride, machine.geometry.blocks
+    to, counts = blocks[place // stride], blocks[where // stride]
+    if to != counts:
+        raise _Refused(
+            BulkCopyError,
+            f"the mbarrier object is in block {counts}, the destination in block {to}: it must be "
+            "the same",
+            where % stride,
+        )
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:
@@ -222,13 +246,7 @@ class _Copy:
                 raise _Refused(
                     BulkCopyError, "the destination is in the block itself: it must be in another"
                 )
-            if place // shared.stride != where // shared.stride:
-                raise _Refused(
-                    BulkCopyError,
-                    f"the mbarrier object is in block {self._block_name(where)}, the destination "
-                    f"in block {self._block_name(place)}: it must be the same",
-                    where % shared.stride,
-                )
+            _check_blocks(machine, place, where)
 
             def read() -> np.ndarray:
                 if piece is None:
@@ -316,10 +334,7 @@ class _Copy:
                         warps.add(lane // WARP)
                         machine.tally.bulk_copy(position, *traffic, is_request=is_request)
                 except _Refused as refusal:
-                    thread = machine.geometry.thread(lane)
-                    machine.log.report(
-                        refusal.kind, refusal.detail, position, thread, refusal.address
-                    )
+                    refusal.report(machine, position, lane)
 
         return machine.from_some(run_some)
 
@@ -353,9 +368,6 @@ class _Copy:
                 f"blocks that get the copy, from 0 to {cluster - 1}",
             )
         return [rank - own for rank in range(cluster) if chosen >> rank & 1]
-
-    def _block_name(self, place: int) -> tuple[int, int, int]:
-        return self.machine.geometry.blocks[place // self.machine.shared.stride]
 
     def _chunks_of(self, box: Box, place: int) -> np.ndarray:
         shared = self.machine.shared

@@ -219,12 +219,17 @@ class AgentWatch:
         writers = self.marks.writer[access.granules]
         places = np.where(by_agent, 0, writers)
         known = self.order.lanes_in(access.known, places)
+        visible = self.order.lanes_in(access.visible, places)
+        is_generic = ~by_agent
         if by_agent.any():
-            agents = np.where(by_agent, writers, 0)
-            of_agents = np.take_along_axis(access.known, agents.astype(np.int64), axis=1)
-            known = np.where(by_agent, of_agents, known)
+            agents = np.where(by_agent, writers, 0).astype(np.int64)
+            known = np.where(by_agent, np.take_along_axis(access.known, agents, axis=1), known)
+            if self.order.generic_agents:
+                seen = np.take_along_axis(access.visible, agents, axis=1)
+                visible = np.where(by_agent, seen, visible)
+                is_generic |= by_agent & np.isin(agents, list(self.order.generic_agents))
         bad, pending = times > known, codes >= PENDING
-        hidden = ~bad & ~by_agent & (times > self.order.lanes_in(access.visible, places))
+        hidden = ~bad & is_generic & (times > visible)
         kind: type[SimulatorError]
         for kind, chosen in (
             (PendingCopyError, pending),
@@ -247,7 +252,7 @@ class AgentWatch:
             else:
                 how = missing_between(kind, by_agent[i, j])
                 text = f" and write by {who} at {site}\n    {how}"
-            if by_agent[i, j]:
+            if by_agent[i, j] and kind is not ProxyError:
                 text += self.marks.explain(writer, int(access.lanes[i]))
             self._report(kind, access, i, j, int(hit.sum()), text)
 

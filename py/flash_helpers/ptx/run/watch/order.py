@@ -20,11 +20,11 @@ the PTX ISA calls `ldmatrix`, which all lanes make together, a weak memory opera
 An agent carries out asynchronous operations one after the other: it has a clock, as a lane has.
 Lanes know the operations of an agent that they have waited for.
 
-Agents access memory through the async proxy, lanes through the generic one. A lane's write is
-visible to an agent if a `fence.proxy.async` stands somewhere on the chain between them (PTX ISA
-9.0, "Async Proxy"; "membar/fence": it orders both proxies for the thread that executes it, and
-composes with other synchronisation). So each lane has two sets of times: those of accesses that it
-knows, and those of accesses that it knows to be visible to agents.
+Agents access memory through the async proxy, lanes and cp.async through the generic one. A write
+through the generic proxy is visible to an agent if a `fence.proxy.async` stands somewhere on the
+chain between them (PTX ISA 9.0, "Async Proxy"; "membar/fence": it orders both proxies for the
+thread that executes it, and composes with other synchronisation). So each lane has two sets of
+times: those of accesses that it knows, and those of accesses that it knows to be visible to agents.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class Order:
         # A place's own column, or that of its warp.
         self._column_of = np.arange(geometry.lanes_per_cluster) // WARP
         self._agents: dict[tuple[int, str], int] = {}
+        self.generic_agents: set[int] = set()
+        """Agents that write through the generic proxy: cp.async does, TMA and wgmma do not."""
         self._has_lane_rows = self._has_lane_columns = False
         # Further knowledge of each lane about the lanes of its warp, by barriers of some of them.
         self._mates: np.ndarray | None = None
