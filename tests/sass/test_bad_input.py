@@ -29,6 +29,7 @@ from flash_helpers.sass.read.cache import (
     entry_key,
 )
 from flash_helpers.sass.read.containers import cubins_of, members_of
+from flash_helpers.sass.read.cubin import EIATTR_ANNOTATIONS, read_cubin
 from flash_helpers.sass.read.disassembler import (
     Disassembler,
     candidates,
@@ -37,7 +38,7 @@ from flash_helpers.sass.read.disassembler import (
     run_program,
 )
 from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, disassemble
-from flash_helpers.sass.read.elf import read_cubin, read_sections
+from flash_helpers.sass.read.elf import read_sections
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, read_line_tables
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import (
@@ -362,6 +363,27 @@ class TestFiles:
         data[data.find(cubin.sections[".nv.info"].data) + count + 8] += 1
         with pytest.raises(SassError, match="33 registers by its attributes and 32 by its section"):
             read_cubin(bytes(data), "file")
+
+    def test_whose_attribute_ends_within_a_word(self, planted: Path) -> None:
+        data = (planted / "ends.sm_90.cubin").read_bytes()
+        info = read_cubin(data, "file").sections[".nv.info.spills_beside_array"].data
+        at = info.index(bytes([4, EIATTR_ANNOTATIONS]))
+        size = int.from_bytes(info[at + 2 : at + 4], "little")
+        odd = info[: at + 2] + struct.pack("<H", size - 1) + info[at + 4 :]
+        expected = r"file is damaged: its attribute 0x\w\w is \d+ bytes, in words of 4"
+        with pytest.raises(SassError, match=expected):
+            read_cubin(data.replace(info, odd), "file")
+
+    @pytest.mark.parametrize("size", [0, 16])
+    def test_whose_shared_memory_is_less_than_what_is_reserved(self, planted: Path, size) -> None:
+        """The sections of cuFFT 12.5 for sm_90 hold 0 bytes: nothing is reserved in them."""
+        data = bytearray((planted / "several.sm_90.cubin").read_bytes())
+        before = read_cubin(bytes(data), "file").sections[".nv.shared.nested"]
+        headers = int.from_bytes(data[40:48], "little")
+        struct.pack_into("<Q", data, headers + 64 * before.index + 32, size)
+        kernels = read_cubin(bytes(data), "file").kernels
+        found = {k.symbol: k.resources.static_smem_bytes for k in kernels}
+        assert (before.size, found["nested"]) == (1024 + 1200, size)
 
     def test_one_damaged_kernel_does_not_spoil_the_others(self, planted: Path, tmp_path) -> None:
         """Merged for one run, they are told apart again when it fails."""

@@ -6,17 +6,18 @@ import os
 import re
 import struct
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import pytest
-from archives import archive
+from archives import archive, host_object
 from sass_text import ARCHITECTURES
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.measure.machine_code import installed_library
 from flash_helpers.sass.read.containers import Member, MemberKind, cubins_of, members_of, ptx_of
-from flash_helpers.sass.read.elf import read_cubin
-from flash_helpers.sass.read.reader import list_kernels, load_kernels
+from flash_helpers.sass.read.cubin import read_cubin
+from flash_helpers.sass.read.reader import find_kernels, list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError, SassWarning
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,28 @@ class TestKernelsIn:
             found = [name for name, symbol in there if config.short_form() + "EE" in symbol]
             wanted = [f"sm_{target}" for target in config.family.targets_for(numbers)]
             assert sorted(found) == sorted(wanted), config
+
+    @pytest.mark.parametrize("section", [".data", ".rodata", ".anything"])
+    def test_fatbins_that_a_program_holds_as_data(self, section, planted, tmp_path) -> None:
+        """The number that fatbins begin with may stand there for itself, too."""
+        decoys = b"P\xedU\xba...P\xedU\xba" + struct.pack("<HHQ", 1, 16, 1 << 40)
+        content = decoys + (planted / "one.fatbin").read_bytes() + b"more"
+        path = tmp_path / "program"
+        path.write_bytes(host_object(section, content))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert list_kernels(path) == BOTH
+
+    def test_a_library_that_holds_linked_and_unlinked_code(self, planted, tmp_path) -> None:
+        """The unlinked code never runs: only a member's name asks for it."""
+        path = tmp_path / "lib.a"
+        both = {b"linked/": "shared_linked.sm_90.cubin", b"unlinked/": "shared.sm_90.cubin"}
+        path.write_bytes(archive(*((n, (planted / f).read_bytes()) for n, f in both.items())))
+        linked = find_kernels(path, names=["owns"])
+        assert [(k.member, k.is_linked) for k in linked] == [("linked.sm_90.cubin", True)]
+        (unlinked,) = find_kernels(path, names=["owns"], member="unlinked")
+        assert not unlinked.is_linked
+        assert len(list_kernels(path)) == len(list_kernels(planted / "shared_linked.sm_90.cubin"))
 
 
 class TestChoice:
@@ -169,7 +192,9 @@ class TestLtoIr:
         assert [member.kind for member in members_of(path)] == [MemberKind.CUBIN, MemberKind.LTO_IR]
         assert list_kernels(path) == [("sm_80", "one")]
         with pytest.raises(
-            SassError, match=r"no cubin for sm_90, only LTO IR for sm_90 \(no machine code: link"
+            SassError,
+            match=r"no cubin for sm_90, only LTO IR for sm_90 \(no machine code: link "
+            r"it with nvcc -dlink -dlto -cubin, or compile it for code=sm_90\)",
         ):
             list_kernels(path, "sm_90")
 

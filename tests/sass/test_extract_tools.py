@@ -72,6 +72,18 @@ class TestListing:
         assert ptx == f"ptx {i.ptx_line}"
         assert source.split(" < ") == [f"{line.file}:{line.line}" for line in i.source]
 
+    @pytest.mark.parametrize("offsets", [True, False])
+    def test_marks_spills_and_no_accesses_of_an_array(self, offsets: bool, load) -> None:
+        (kernel,) = (k for k in load("ends.sm_90.cubin") if k.symbol == "spills_beside_array")
+        marked = [
+            " | spill" in line
+            for line in listing_text(kernel, offsets).splitlines()
+            if re.search(r"\b(STL|LDL)\b", line)
+        ]
+        local = [i for i in kernel.instructions if i.base in ("STL", "LDL")]
+        assert marked == [i.is_spill for i in local]
+        assert {*marked} == {True, False}
+
     def test_names_blocks_and_their_loops(self, kernels: dict[str, Kernel]) -> None:
         text = listing_text(kernels["nested"])
         comments = re.findall(r"^// block (\d+)(?:, loop (\d+), depth (\d+))?$", text, re.M)

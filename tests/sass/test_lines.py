@@ -13,7 +13,8 @@ from sass_text import DEFAULT, WITH_TENSOR
 
 from flash_helpers.measure.machine_code import installed_library, library_kernels
 from flash_helpers.sass.read.containers import cubins_of
-from flash_helpers.sass.read.elf import Cubin, Section, read_cubin
+from flash_helpers.sass.read.cubin import Cubin, read_cubin
+from flash_helpers.sass.read.elf import Section
 from flash_helpers.sass.read.lines import (
     CUDA_LINES,
     PTX_LINES,

@@ -18,9 +18,9 @@ from flash_helpers.measure.machine_code import installed_library, library_kernel
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache
 from flash_helpers.sass.read.containers import cubins_of, members_of
+from flash_helpers.sass.read.cubin import read_cubin
 from flash_helpers.sass.read.disassembler import find_disassembler
 from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, batches, disassemble
-from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.records import SassError
 
 pytestmark = pytest.mark.slow
@@ -102,6 +102,28 @@ class TestResources:
             for kernel in load(f"{name}.cubin"):
                 found = kernel.resources.spill_store_bytes
                 assert found == (None if kernel.symbol == "local_array" else 0)
+
+    @pytest.mark.parametrize("name", ["ends12_9", "several12_9"])
+    def test_spills_are_known_from_the_first_compiler_that_marks_them(self, name, load, planted):
+        """Where that compiler marks none, an array in local memory is no spill."""
+        said = ptxas_said(planted / f"{name}.sm_90.log")
+        kernels = {kernel.symbol: kernel for kernel in load(f"{name}.sm_90.cubin")}
+        for symbol, kernel in kernels.items():
+            assert kernel.resources.spill_store_bytes == said[symbol].spill_store_bytes
+            assert kernel.resources.spill_load_bytes == said[symbol].spill_load_bytes
+        if name == "several12_9":
+            stored = [i for i in kernels["local_array"].instructions if i.base == "STL"]
+            assert stored
+            assert not any(i.is_spill for i in stored)
+
+    def test_shared_variables_count_before_they_are_linked(self, load) -> None:
+        """Those of templates, inline functions and called functions, as the linker places them."""
+        found = [
+            {k.symbol: k.resources.static_smem_bytes for k in load(name) if not k.is_function}
+            for name in ("shared.sm_90.cubin", "shared_linked.sm_90.cubin")
+        ]
+        expected = {"names_and_calls": 512 + 400 + 256, "owns": 3, "inlines_and_calls": 256 + 160}
+        assert found == [expected, expected]
 
     def test_the_stack_of_recursion_is_unknown(self, load) -> None:
         stacks = {k.symbol: k.resources.stack_bytes for k in load("ends.sm_90.cubin")}
@@ -195,7 +217,8 @@ class TestInstructions:
         compiler = load("several.sm_90.cubin")[0].compiler
         assert (compiler.name, compiler.version) == ("ptxas", (13, 0, 88))
         assert "-lineinfo" in compiler.options
-        assert str(load("old.sm_90.cubin")[0].compiler) == "an unknown compiler"
+        assert str(load("old.sm_90.cubin")[0].compiler) == "ptxas 12.4"
+        assert str(load("ends12_9.sm_90.cubin")[0].compiler) == "ptxas 12.9"
 
 
 class TestAnalysis:

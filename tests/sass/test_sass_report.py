@@ -277,6 +277,15 @@ def test_the_listing_shows_every_instruction_of_the_loop_decoded():
     assert "0x0000" not in listing
 
 
+def test_the_listing_marks_spills(planted: Path):
+    (spilling,) = load_kernels(planted / "ends.sm_90.cubin", names=["spills_beside_array"])
+    report = report_on(KernelFacts(kernel=spilling, name="k", identity={}))
+    spills = [i for i in report.body if i.is_spill]
+    assert spills
+    lines = [line for line in report_text(report).splitlines() if line.endswith("  // spill")]
+    assert len(lines) == len(spills)
+
+
 def test_source_lines_are_printed_once_above_what_they_became(tmp_path):
     (tmp_path / "planted.cu").write_text("first\n    second;\n")
     planted = kernel(f"loop: {HMMA} ; source=2\n{HMMA} ; source=2\n@P0 BRA loop ; source=9\nEXIT")

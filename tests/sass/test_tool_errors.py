@@ -57,6 +57,7 @@ ROWS = [
     (REPORT, ["99"], "the steps are v1 to v"),
     (REPORT, ["7..8"], "names 2 kernels"),
     (REPORT, ["missing.cubin"], "not a file that is there"),
+    (COMPARE, ["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
     (REPORT, ["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
     (REPORT, ["16", "--loop", "3"], "they are 0 to 0"),
     (REPORT, ["16", "--threads", "0"], "0 threads"),
@@ -115,7 +116,8 @@ def test_is_refused_in_a_line(
         (REPORT, ["16", "--sms", "0", "--mhz", "1"]),
         (REPORT, ["16", "--json", "--markdown"]),
         (COMPARE, []),
-        (COMPARE, ["8", "--arch", "sm_70"]),
+        (COMPARE, ["8", "--arch", "hopper"]),
+        (EXTRACT, ["file", "--arch", "sm_"]),
         (COMPARE, ["8", "--csv", "--json"]),
         (COMPARE, ["8", "9", "--csv", "--sass"]),
         (COMPARE, ["8", "9", "--fold-namespace"]),
@@ -129,3 +131,24 @@ def test_wrong_usage_ends_with_2(tool: str, arguments: list[str], capsys) -> Non
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert ": error: " in line
+
+
+@pytest.mark.parametrize("text", ["sm_90a", "90a"])
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        (EXTRACT, ["file"]),
+        (EMBEDDED, ["file"]),
+        (COMPARE, ["file"]),
+        (COMPARE_COUNTS, ["file", "file"]),
+        ("count", ["file"]),
+        (FILTER, ["file", "3"]),
+        (REPORT, ["file"]),
+        ("analysis/check_resources", []),
+        ("analysis/check_counts", ["--source", "sass"]),
+    ],
+)
+def test_an_architecture_is_written_in_either_way(tool: str, arguments: list[str], text) -> None:
+    module = listing_counts if tool == "count" else load_tool(f"tools/{tool}.py")
+    parsed = module.parse_arguments([*arguments, "--arch", text]).arch
+    assert parsed in ("sm_90a", ["sm_90a"])

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.console.command_line import make_parser, output_file, run_tool
+from flash_helpers.console.command_line import architecture_name, make_parser, output_file, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.baseline import (
     Baseline,
@@ -66,7 +66,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--library", type=Path, metavar="FILE", help="(default: installed)")
     parser.add_argument(
-        "--arch", nargs="+", metavar="sm_NN", help="(default: all architectures of the library)"
+        "--arch",
+        nargs="+",
+        type=architecture_name,
+        metavar="sm_NN",
+        help="(default: all architectures of the library)",
     )
     parser.add_argument(
         "--any-compiler",

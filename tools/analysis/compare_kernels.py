@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.console.command_line import (
+    architecture_name,
     make_parser,
     not_negative,
     output_file,
@@ -24,7 +25,6 @@ from flash_helpers.console.command_line import (
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import escaped_markdown, fenced, json_text
-from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import OPERATIONS, Config, Element
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
@@ -112,7 +112,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--arch",
         action="append",
-        choices=[f"sm_{capability}" for capability in LIMITS],
+        type=architecture_name,
+        metavar="sm_NN",
         help="may be given several times; each kernel is read for every architecture (default: "
         f"{ARCHITECTURE}, as in the committed measurements, or else the latest that is built; "
         "for a FILE its only architecture)",

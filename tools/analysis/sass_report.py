@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.command_line import architecture_name, make_parser, print_text, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import Element
@@ -98,7 +98,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--arch",
-        metavar="SM",
+        type=architecture_name,
+        metavar="sm_NN",
         help=f"such as sm_89 (default: {ARCHITECTURE}, or else the latest that is built; for a "
         "FILE its only architecture)",
     )

@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from flash_helpers.console.command_line import make_parser, output_folder, print_texts, run_tool
+from flash_helpers.console.command_line import (
+    architecture_name,
+    make_parser,
+    output_folder,
+    print_texts,
+    run_tool,
+)
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.machine_code import kernel_names, own_paths, readable_name
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
@@ -66,7 +72,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
-    parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
+    parser.add_argument(
+        "--arch", type=architecture_name, metavar="sm_NN", help="one architecture (default: all)"
+    )
     parser.add_argument(
         "--kernel",
         action="append",

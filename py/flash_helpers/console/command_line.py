@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
@@ -84,6 +85,16 @@ def positive_seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} seconds are not positive")
     return value
+
+
+def architecture_name(text: str) -> str:
+    """An architecture as in sm_90 or sm_90a; sm_ may be left out."""
+    name = f"sm_{text.removeprefix('sm_')}"
+    if not re.fullmatch(r"sm_\d+[a-z]?", name):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no architecture: write it as in sm_90, sm_90a or 90a"
+        )
+    return name
 
 
 def output_file(text: str) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 ELF_MAGIC = b"\x7fELF"
 FATBIN_MAGIC = (0xBA55ED50).to_bytes(4, "little")
 ARCHIVE_MAGIC = b"!<arch>\n"
+LTO_IR_MAGIC = b"\xedCN\x7f"
 ELF_HEADER_BYTES = 64
 EM_CUDA = 190
 _TAR_AT = slice(257, 262)
@@ -37,6 +38,7 @@ class FileKind(Enum):
     PTX = "PTX"
     LOG = "what ptxas -v says"
     CUDA = "CUDA C++"
+    LTO_IR = "LTO IR"
     PACKED = "packed"
 
     @property
@@ -71,6 +73,8 @@ def kind_of(data: bytes) -> FileKind | None:
         return FileKind.FATBIN
     if data.startswith(ARCHIVE_MAGIC):
         return FileKind.ARCHIVE
+    if data.startswith(LTO_IR_MAGIC):
+        return FileKind.LTO_IR
     if data.startswith(tuple(_PACKED)) or data[_TAR_AT] == b"ustar":
         return FileKind.PACKED
     if b"\0" in data.rstrip(b"\0"):  # PTX may end with one
@@ -79,6 +83,7 @@ def kind_of(data: bytes) -> FileKind | None:
     return next((kind for kind, mark in _TEXTS.items() if mark.search(text)), None)
 
 
+LINK_LTO_IR = "link it with nvcc -dlink -dlto -cubin, or compile it for code=sm_90"
 # The way out, by the kind that is wanted and the kind of the file.
 _COMPILE_PTX = "compile it with ptxas -arch=sm_90 {file} -o out.cubin"
 _REPORT = dict.fromkeys(_MACHINE_CODE, "use python tools/analysis/sass_report.py {file}")
@@ -110,6 +115,7 @@ _USUAL_WAYS_OUT = {
     FileKind.SASS: "use tools/analysis/count_sass_instructions.sh {file}",
     FileKind.LOG: "use python tools/build/parse_ptx_build.py {file}",
     FileKind.PACKED: "unpack it",
+    FileKind.LTO_IR: LINK_LTO_IR,
 }
 
 

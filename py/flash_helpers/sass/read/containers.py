@@ -2,8 +2,9 @@
 
 The fatbins in them are walked here, since cuobjdump extracts all members, writes members of one
 name over each other and gives up at unknown ones. NVIDIA does not describe their layout: it was
-read from files that nvcc 13.0 made for each kind, architecture and compression. Nothing is copied
-or unpacked until it is asked for. A part that cannot be read causes a `SassWarning`, and the rest
+read from files that nvcc 13.0 made for each kind, architecture and compression. A program may hold
+fatbins as data of its own, too, outside of the sections that nvcc makes. Nothing is copied or
+unpacked until it is asked for. A part that cannot be read causes a `SassWarning`, and the rest
 of the file is read.
 """
 
@@ -34,18 +35,18 @@ from flash_helpers.console.file_kinds import (
     ELF_MAGIC,
     EM_CUDA,
     FATBIN_MAGIC,
+    LINK_LTO_IR,
     FileKind,
     elf_machine,
     mistaken,
 )
-from flash_helpers.sass.read.elf import (
+from flash_helpers.sass.read.cubin import (
     FIRST_ARCHITECTURE,
-    Content,
     Cubin,
     cubin_capability,
     read_cubin,
-    read_sections,
 )
+from flash_helpers.sass.read.elf import Content, read_sections
 from flash_helpers.sass.read.records import SassError, SassWarning
 
 MAX_MEMBER_BYTES = (1 << 31) - 1  # unpacked
@@ -57,6 +58,7 @@ _FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of
 # the name, flags, unpacked size
 _MEMBER = struct.Struct("<H2xIQI8xIIIQ8xQ")
 _SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+_SHT_PROGBITS, _SHF_EXECINSTR = 1, 4
 _FIND_FATBIN = re.compile(re.escape(FATBIN_MAGIC))
 # of the flags
 _PACKED_BY = {0x2000: "LZ4", 0x8000: "zstd"}
@@ -74,7 +76,7 @@ class MemberKind(Enum):
 
     PTX = (1, "ptx", "PTX", "compile it for an architecture")
     CUBIN = (2, "cubin", "machine code", "")
-    LTO_IR = (8, "ltoir", "LTO IR", "no machine code: link it with nvcc -dlto")
+    LTO_IR = (8, "ltoir", "LTO IR", f"no machine code: {LINK_LTO_IR}")
 
 
 _KINDS = {kind.value[0]: kind for kind in MemberKind}
@@ -262,6 +264,8 @@ class _Walk:
             for section in sections:
                 if section.name in _SECTIONS:
                     self._fatbins(memoryview(section.content), name)
+                elif section.kind == _SHT_PROGBITS and not section.flags & _SHF_EXECINSTR:
+                    self._fatbins(memoryview(section.content), name, among_data=True)
 
     def _within(self, name: str) -> str:
         return str(self.path) if name == self.path.name else f"{self.path}:{name}"
@@ -274,11 +278,15 @@ class _Walk:
         except SassError as error:
             self.problems.append(f"{self.path} {error}")
 
-    def _fatbins(self, data: memoryview, name: str) -> None:
-        """All fatbins that begin in a section; there may be padding between them."""
+    def _fatbins(self, data: memoryview, name: str, among_data: bool = False) -> None:
+        """All fatbins that begin in a section; there may be padding between them. `among_data`:
+        there may be anything between them, so that a number that is no whole fatbin's beginning is
+        no damage."""
         at = 0
         while found := _FIND_FATBIN.search(data, at):
-            start = found.start()
+            start, at = found.span()
+            if among_data and not _is_whole_fatbin(data[start:]):
+                continue
             at = start + _FATBIN.size
             try:
                 _, _, header, size = _FATBIN.unpack_from(data, start)
@@ -337,6 +345,13 @@ class _Walk:
         self.names[unique] = 1
         _forget(len(self.members), stored)
         self.members.append(Member(self.path, unique, kind, architecture, stored, packed_by, size))
+
+
+def _is_whole_fatbin(data: memoryview) -> bool:
+    if len(data) < _FATBIN.size:
+        return False
+    _, version, header, size = _FATBIN.unpack_from(data)
+    return version == 1 and header == _FATBIN.size and 0 < size <= len(data) - header
 
 
 def _archive_members(data: memoryview) -> Iterator[tuple[str, memoryview]]:

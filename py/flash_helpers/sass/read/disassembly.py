@@ -21,8 +21,9 @@ from pathlib import Path
 
 from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.containers import Member
+from flash_helpers.sass.read.cubin import Cubin, CubinKernel
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
-from flash_helpers.sass.read.elf import Content, Cubin, CubinKernel
+from flash_helpers.sass.read.elf import Content
 from flash_helpers.sass.read.flow import CALLS, JUMPS
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
 from flash_helpers.sass.read.listing import ListedFunction, parse_listing

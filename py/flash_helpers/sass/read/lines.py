@@ -22,7 +22,8 @@ from elftools.common.exceptions import ELFParseError
 from elftools.common.utils import struct_parse
 from elftools.dwarf.structs import DWARFStructs
 
-from flash_helpers.sass.read.elf import Cubin
+from flash_helpers.sass.read.cubin import Cubin
+from flash_helpers.sass.read.elf import relocations
 from flash_helpers.sass.read.records import SassError, SourceLine
 
 CUDA_LINES = ".debug_line"
@@ -62,7 +63,11 @@ def read_line_tables(cubin: Cubin, name: str) -> dict[int, LineTable]:
     section = cubin.sections.get(name)
     if section is None:
         return {}
-    code_sections = _relocations(cubin, name)
+    code_sections = {
+        offset: cubin.symbols[symbol].section
+        for offset, symbol in relocations(cubin.sections, name)
+        if symbol < len(cubin.symbols)
+    }
     found: defaultdict[int, dict[int, Chain]] = defaultdict(dict)
     try:
         at = 0
@@ -94,19 +99,6 @@ def relative_to_repository(chains: Iterable[Chain], source: str) -> list[Chain]:
         for chain in distinct
     }
     return [short[chain] for chain in chains]
-
-
-def _relocations(cubin: Cubin, name: str) -> dict[int, int]:
-    """Index of the section that the address at an offset of section `name` points into."""
-    found: dict[int, int] = {}
-    for prefix, entry in ((".rela", "<QII8x"), (".rel", "<QII")):
-        section = cubin.sections.get(prefix + name)
-        if section is None or len(section.data) % struct.calcsize(entry):
-            continue
-        for offset, _, symbol in struct.iter_unpack(entry, section.data):
-            if symbol < len(cubin.symbols):
-                found[offset] = cubin.symbols[symbol].section
-    return found
 
 
 def _byte(stream: io.BytesIO) -> int:

@@ -13,7 +13,8 @@ import itertools
 import struct
 from collections.abc import Sequence
 
-from flash_helpers.sass.read.elf import ELF_HEADER_BYTES, CubinKernel
+from flash_helpers.console.file_kinds import ELF_HEADER_BYTES
+from flash_helpers.sass.read.cubin import CubinKernel
 
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")

@@ -25,6 +25,7 @@ from flash_helpers.sass.read.choice import (
 )
 from flash_helpers.sass.read.containers import Member, cubins_of, read_cubins, warn
 from flash_helpers.sass.read.control import decode_control
+from flash_helpers.sass.read.cubin import Cubin
 from flash_helpers.sass.read.disassembler import (
     Disassembler,
     find_disassemblers,
@@ -38,7 +39,6 @@ from flash_helpers.sass.read.disassembly import (
     batches,
     disassemble,
 )
-from flash_helpers.sass.read.elf import Cubin
 from flash_helpers.sass.read.lines import Chain
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
@@ -56,12 +56,13 @@ SourcesOf = Callable[[str, Sequence[Chain]], Sequence[Chain]]
 
 class FoundKernel(NamedTuple):
     """A kernel or a device function of a file. `member`: the name of its cubin in the file; "" if
-    the file is the cubin."""
+    the file is the cubin. `is_linked`: False for code that is to be linked on the device."""
 
     architecture: str
     symbol: str
     member: str
     is_function: bool
+    is_linked: bool = True
 
     @property
     def found(self) -> Found:
@@ -160,7 +161,10 @@ def chosen_kernels(
     path: Path, architecture: str | None, names: Iterable[str], member: str
 ) -> Chosen:
     """The kernels of a file that are asked for, each with the member that holds it, without
-    disassembling. The arguments and errors are those of `iter_kernels`."""
+    disassembling. The arguments and errors are those of `iter_kernels`.
+
+    A library that was linked on the device holds the unlinked code, too, which never runs: it is
+    left out for a kernel that is there linked, unless `member` names it."""
     try:
         capability = None if architecture is None else capability_of(architecture)
     except ValueError as error:
@@ -173,13 +177,25 @@ def chosen_kernels(
         known = list(dict.fromkeys(kernel.member for _, kernel in there))
         members = members_named(str(path), known, member)
         there = [pair for pair in there if pair[1].member in members]
+    else:
+        linked = {kernel.found for _, kernel in there if kernel.is_linked}
+        there = [pair for pair in there if pair[1].is_linked or pair[1].found not in linked]
     wanted = set(choose(str(path), [k.found for _, k in there], architecture, names))
     return [(cubin, kernel) for cubin, kernel in there if kernel.found in wanted]
 
 
 def _kernels_of(members: Iterable[Member]) -> Chosen:
     return [
-        (member, FoundKernel(cubin.architecture, kernel.symbol, member.name, kernel.is_function))
+        (
+            member,
+            FoundKernel(
+                cubin.architecture,
+                kernel.symbol,
+                member.name,
+                kernel.is_function,
+                is_linked=not cubin.relocatable,
+            ),
+        )
         for member, cubin in read_cubins(members)
         for kernel in cubin.kernels
     ]

@@ -47,6 +47,7 @@ def listing_text(kernel: Kernel, offsets: bool = True) -> str:
       behind //, columns that " | " separates.
     - 0xENCODING: its 16 bytes, little endian, as one number of 32 hexadecimal digits.
     - CONTROL is described at `control.control_text`.
+    - spill: the cubin marks the instruction as spilling a register, or as bringing one back.
     - live: registers, predicates, uniform registers and uniform predicates in use. Left out where
       the disassembler does not tell.
     - ptx: the line of the embedded PTX. Left out where unknown.
@@ -124,10 +125,10 @@ def _text(instruction: Instruction, labels: Mapping[int, str]) -> str:
 
 def _instruction_line(instruction: Instruction, labels: Mapping[int, str], offsets: bool) -> str:
     text = _text(instruction, labels)
-    control = control_text(instruction.control)
+    notes = [control_text(instruction.control), *["spill"] * instruction.is_spill]
     if not offsets:
-        return f"{text:<{_TEXT_COLUMN}} // {control}"
-    notes = [f"0x{instruction.encoding:032x}", control]
+        return f"{text:<{_TEXT_COLUMN}} // {' | '.join(notes)}"
+    notes.insert(0, f"0x{instruction.encoding:032x}")
     if live := instruction.live:
         registers = f"{live.general:3} {live.predicate} {live.uniform:2} {live.uniform_predicate}"
         notes.append(f"live {registers}")

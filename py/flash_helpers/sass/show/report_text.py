@@ -141,6 +141,7 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
         "live": instruction.live and asdict(instruction.live),
         "pipe": instruction.pipe,
         "cycles": instruction.cost,
+        "is_spill": instruction.is_spill,
         "ptx_line": instruction.ptx_line,
         "source": [str(line) for line in instruction.source],
     }
@@ -402,4 +403,5 @@ def _listing(report: KernelReport, source: SourceText | None) -> Iterator[str]:
         yield (
             f"{instruction.address:#06x}  {live:>5}  {control_text(instruction.control)}  "
             f"{instruction.pipe:<8}  {cost:>9}  {with_demangled_symbols(instruction.text)}"
+            f"{'  // spill' * instruction.is_spill}"
         )
