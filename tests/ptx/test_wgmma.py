@@ -457,15 +457,17 @@ class TestRefused:
     @pytest.mark.parametrize(
         "opcode, reason",
         [
-            ("m64n8k32.f32.e4m3.e4m3", "wgmma of e4m3 is not simulated"),
-            ("m64n8k32.f16.e5m2.e4m3", "wgmma of e5m2 is not simulated"),
-            ("m64n8k8.f32.tf32.tf32", "wgmma of tf32 is not simulated"),
-            ("m64n8k32.s32.s8.u8", "wgmma of s8 is not simulated"),
-            ("m64n8k256.s32.b1.b1.and.popc", "wgmma of b1 is not simulated"),
-            ("sp.m64n8k32.f32.f16.f16", "sparse matrices are not simulated"),
-            ("m64n8k16.f16.bf16.bf16", "no wgmma multiplies bf16 by bf16 into f16"),
-            ("m64n8k16.f32.f16.bf16", "no wgmma multiplies f16 by bf16"),
+            ("m64n8k16.f16.bf16.bf16", "sums of bf16 are f32"),
+            ("m64n8k16.f32.f16.bf16", "f16 with bf16"),
+            ("m64n8k32.f32.e4m3.s8", "e4m3 with s8"),
+            ("m64n8k32.s32.e4m3.e4m3", "sums of e4m3 are f16 or f32"),
             ("m64n8k32.f32.f16.f16", "one of m64n8k16"),
+            ("m64n40k32.s32.s8.s8", "one of m64n8k32"),
+            ("m64n8k256.s32.b1.b1.xor.popc", "single bits, of a dense A, take .and.popc"),
+            ("m64n8k32.f32.e4m3.e4m3.satfinite", "only products of s8 and u8 take .satfinite"),
+            ("m64n8k32.f32.e4m3.e4m3", "4 literals where 2 are due"),
+            ("m64n8k32.s32.s8.u8", "4 literals where 0 are due"),
+            ("sp.m64n8k32.f32.f16.f16", "2 literals where 4 are due"),
         ],
     )
     def test_by_name(self, opcode, reason):

@@ -10,9 +10,8 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.run.asynchronous.together import WARPS
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
     WARP_ROWS,
-    as_matrix,
+    matrix_of_a,
     matrix_of_d,
-    numbers,
     per_register,
     product,
     registers_of_d,
@@ -20,8 +19,10 @@ from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
 )
 from flash_helpers.ptx.run.asynchronous.wgmma_poison import codes_of_fragment, counted, store_codes
 from flash_helpers.ptx.run.asynchronous.wgmma_registers import Fragments
+from flash_helpers.ptx.run.asynchronous.wgmma_sparse import Sparsity
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
+from flash_helpers.ptx.run.numbers.elements import ELEMENTS, unpacked, values
 from flash_helpers.ptx.run.watch.poison import Codes, Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
@@ -30,14 +31,17 @@ from flash_helpers.ptx.run.watch.shared import WatchedMemory
 class Product:
     """A wgmma.mma_async, decoded. `n`: columns of D. `d`, `a`: registers, as uint32 over all lanes,
     with their names; `a` is empty where A is in shared memory. `a_matrix`, `b_matrix`: readers of
-    the descriptors. `sign`: sign of the product. `d_fragments`, `a_fragments`: fragments of
-    `RegisterWatch`."""
+    the descriptors. `sign`: sign of the product. `saturates`: as in `rounded_sum`. `sparsity`: None
+    for a dense A. `d_fragments`, `a_fragments`: fragments of `RegisterWatch`."""
 
     position: int
     n: int
     d_type: str
-    factor_type: str
+    a_type: str
+    b_type: str
     sign: int
+    saturates: bool
+    sparsity: Sparsity | None
     d: tuple[np.ndarray, ...]
     d_names: tuple[str, ...]
     a: tuple[np.ndarray, ...]
@@ -51,7 +55,8 @@ class Product:
 @dataclass(frozen=True)
 class Issue:
     """A product that warps have issued together. Each warp has the product's group, the bits of the
-    descriptors (0 for an A in registers), and whether D is added."""
+    descriptors (0 for an A in registers), whether D is added, and the metadata of its lanes, uint32
+    (warps, 32), which only a sparse product reads."""
 
     product: Product
     warps: np.ndarray
@@ -59,10 +64,11 @@ class Issue:
     a_bits: np.ndarray
     b_bits: np.ndarray
     adds: np.ndarray
+    metadata: np.ndarray
 
     def some(self, which: np.ndarray) -> Issue:
         """The part of some of the warps."""
-        columns = (self.warps, self.groups, self.a_bits, self.b_bits, self.adds)
+        columns = (self.warps, self.groups, self.a_bits, self.b_bits, self.adds, self.metadata)
         return Issue(self.product, *(column[which] for column in columns))
 
 
@@ -75,28 +81,37 @@ class Factors:
         self._poison = poison
 
     def values(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """In float64: the rows of A of each warp, (warps, 16, 16); the different matrices B,
-        transposed, (n, N, 16); and the index of each warp's B."""
-        item, type_name = issue.product, issue.product.factor_type
-        elements = self._shared.data.view(np.uint16).reshape(-1, CHUNK // 2)
-        places, which = self._places(issue, item.b_matrix, issue.b_bits)
-        b = numbers(item.b_matrix.matrix(elements[places]), type_name)
+        """In float64: the rows of A of each warp, (warps, 16, K); the different matrices B,
+        transposed, (n, N, K); and the index of each warp's B."""
+        item = issue.product
+        b, which = self._matrices(issue, item.b_matrix, issue.b_bits, item.b_type)
         if item.a_matrix is None:
             lanes = lanes_of_warps(issue.warps)
-            elements = np.stack([register[lanes] for register in item.a]).view(np.uint16)
-            a = numbers(as_matrix(elements.reshape(len(item.a), -1, 2)), type_name)
+            a = matrix_of_a([register[lanes] for register in item.a], item.a_type)
         else:
-            places, of_warp = self._places(issue, item.a_matrix, issue.a_bits)
-            found = numbers(item.a_matrix.matrix(elements[places]), type_name)
+            found, of_warp = self._matrices(issue, item.a_matrix, issue.a_bits, item.a_type)
             a = self._rows_of_warps(found, of_warp, issue.warps)
+        if item.sparsity is not None:
+            a = item.sparsity.expanded(a, issue.metadata)
         return item.sign * a, b, which
+
+    def _matrices(
+        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray, type_name: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The different matrices that warps read, float64 (n, rows, K), and the index of each
+        warp's."""
+        places, which = self._places(issue, matrix, bits)
+        words = self._shared.data.view(np.uint32).reshape(-1, CHUNK // 4)[places]
+        return values(matrix.matrix(unpacked(words, type_name)), type_name), which
 
     def codes(self, issue: Issue) -> tuple[Codes | None, Codes | None]:
         """Codes of each warp's rows of A, (warps, 16), and of the columns of B, (warps, N)."""
         item = issue.product
         columns = self._poison_of_lines(issue, item.b_matrix, issue.b_bits)
         if item.a_matrix is None:
-            codes = codes_of_fragment(self._poison, item.a_names, 2, lanes_of_warps(issue.warps))
+            together = min(ELEMENTS[item.a_type], 4)
+            lanes = lanes_of_warps(issue.warps)
+            codes = codes_of_fragment(self._poison, item.a_names, together, together, lanes)
             return None if codes is None else codes.max(axis=2), columns
         rows = self._poison_of_lines(issue, item.a_matrix, issue.a_bits)
         if rows is not None:
@@ -160,7 +175,7 @@ class Chain:
         self._together = per_register(item.d_type)
         self._codes: Codes | None = None
         if poison.active:
-            self._codes = codes_of_fragment(poison, item.d_names, self._together, lanes)
+            self._codes = codes_of_fragment(poison, item.d_names, self._together, 2, lanes)
 
     def goes_on_with(self, issue: Issue) -> bool:
         """Whether a product is one of these."""
@@ -172,7 +187,9 @@ class Chain:
         """Adds a product, whose factors are as in `Factors.values`; returns D with it."""
         if not issue.adds.all():
             self._d = np.where(issue.adds[:, None, None], self._d, 0.0)
-        self._d = rounded_sum(self._d, product(a, b, which), self._product.d_type)
+        products = product(a, b, which)
+        saturates = issue.product.saturates
+        self._d = rounded_sum(self._d, products, self._product.d_type, saturates=saturates)
         return self._d
 
     def add_poison(self, issue: Issue, rows: Codes | None, columns: Codes | None) -> None:

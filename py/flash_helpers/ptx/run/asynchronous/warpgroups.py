@@ -56,8 +56,8 @@ class ComputedProduct:
     """A wgmma.mma_async that has just been computed for some warps, in float64.
 
     `blocks`: `ctaid` of each warp's block, (warps, 3). `warps`: numbered within their block. `a`:
-    each warp's rows of A, (warps, 16, 16), negated if the product is. `b`: each warp's B, (warps,
-    16, N). `d`: each warp's rows of D after this product, (warps, 16, N).
+    each warp's rows of A, (warps, 16, K), negated if the product is. `b`: each warp's B, (warps, K,
+    N). `d`: each warp's rows of D after this product, (warps, 16, N).
     """
 
     instruction: Instruction
@@ -157,9 +157,10 @@ class Warpgroups:
         a_bits: np.ndarray,
         b_bits: np.ndarray,
         adds: np.ndarray,
+        metadata: np.ndarray,
     ) -> None:
         """wgmma.mma_async; the other arguments are as in `Issue`."""
-        issue = Issue(product, warps, self.committed[warps], a_bits, b_bits, adds)
+        issue = Issue(product, warps, self.committed[warps], a_bits, b_bits, adds, metadata)
         found = self._record(product.position, warps, a_bits, b_bits, adds)
         wrong = (found[:, 0] != a_bits) | (found[:, 1] != b_bits)
         if wrong.any():
@@ -177,6 +178,12 @@ class Warpgroups:
             product.a_fragments,
         )
         good = self._are_inside(issue)
+        if product.sparsity is not None:
+            meant = product.sparsity.is_valid(metadata)
+            if not meant.all():
+                text = "its metadata have fields other than 0b0100 and 0b1110"
+                self._report(MatrixDescriptorError, text, product.position, warps, ~meant)
+                good &= meant
         if not good.all():
             issue = issue.some(good)
         if good.any():

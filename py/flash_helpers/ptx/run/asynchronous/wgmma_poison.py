@@ -16,10 +16,11 @@ def counted(codes: Codes) -> Codes:
 
 
 def codes_of_fragment(
-    poison: Poison, names: Sequence[str], together: int, lanes: np.ndarray
+    poison: Poison, names: Sequence[str], together: int, columns: int, lanes: np.ndarray
 ) -> Codes | None:
     """Codes of the elements of A or D, (warps, 16, columns); None if all are clean. `names`: names
-    of its registers. `together`: elements per register."""
+    of its registers. `together`, `columns`: elements per register, and that a lane holds side by
+    side."""
     held = [poison.of(name, lanes) for name in names]
     if all(codes is None for codes in held):
         return None
@@ -27,7 +28,7 @@ def codes_of_fragment(
     for i, codes in enumerate(held):
         if codes is not None:
             elements[i] = codes.reshape(together, -1, lanes.size).max(axis=1).T
-    return counted(as_matrix(elements))
+    return counted(as_matrix(elements, columns))
 
 
 def store_codes(

@@ -15,6 +15,8 @@ from flash_helpers.ptx.read.module import Immediate, Instruction, Vector
 from flash_helpers.ptx.read.types import SCALAR_TYPES, size_of
 from flash_helpers.ptx.run.count.counts import Counts
 
+_WGMMA_ROW = 32
+"""Bytes of a row of A, as it is stored, and of a dense B."""
 _WAITS = ("cp.async.wait", "cp.async.bulk.wait", "wgmma.wait")
 _MBARRIER_WAITS = ("mbarrier.test_wait", "mbarrier.try_wait")
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
@@ -202,9 +204,9 @@ def _in_pairs(rows: np.ndarray, active: np.ndarray) -> np.ndarray:
 def _operand_bytes(instruction: Instruction) -> int:
     """Bytes of shared memory that a warp's part of a `wgmma` reads: its rows of A, unless they are
     in registers, and a quarter of B, which the four warps share."""
-    m, n, k = _shape(instruction)
+    m, n, _ = _shape(instruction)
     a_rows = 0 if isinstance(instruction.operands[1], Vector) else m
-    return (a_rows + n) * k * size_of(instruction.types[1]) // 4
+    return _WGMMA_ROW * (a_rows + n * (2 if instruction.has("sp") else 1)) // 4
 
 
 def _shape(instruction: Instruction) -> tuple[int, int, int]:
@@ -216,9 +218,9 @@ def _shape(instruction: Instruction) -> tuple[int, int, int]:
 
 def _products(instruction: Instruction) -> int:
     """Multiplications of one `mma`: the product of the sizes in its shape; four times that for
-    m8n8k4 of f16, which is four products."""
+    m8n8k4 of f16, which is four products; half of it where only half of A is stored."""
     times = 4 if instruction.has("m8n8k4") and not instruction.has("f64") else 1
-    return times * math.prod(_shape(instruction))
+    return times * math.prod(_shape(instruction)) // (2 if instruction.has("sp") else 1)
 
 
 def _distinct(values: np.ndarray) -> int:

@@ -68,7 +68,7 @@ _MODIFIERS = frozenset(
         "m16n8k256 m16n16k16 m32n8k16 m8n32k16 m16n16k8 row col x1 x2 x4 trans "
         "load store mma a b c d",
         # matrices of a warpgroup
-        " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16, 32, 256)),
+        "sp " + " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16, 32, 64, 256)),
     )
     for word in words.split()
 )
@@ -81,6 +81,7 @@ _NOT_SIMULATED: Mapping[str, str] = {
     "asynchronous reductions": "red.async",
     "tensor cores of the fifth generation": "tcgen05",
     "multicast addresses": "multimem",
+    "sparse matrices": "mma.sp mma.sp::ordered_metadata",
     "cluster launch control": "clusterlaunchcontrol",
     "allocations on the stack": "alloca stacksave stackrestore",
     "video instructions": " ".join(
@@ -92,8 +93,6 @@ _NOT_SIMULATED: Mapping[str, str] = {
 """Features that the simulator lacks, by name: opcodes, or their beginnings."""
 
 _NOT_SIMULATED_WITH: Mapping[str, str] = {
-    "sp": "sparse matrices",
-    "sp::ordered_metadata": "sparse matrices",
     "block_scale": "block-scaled matrices",
     "im2col": "im2col copies",
     "im2col_no_offs": "im2col copies",
@@ -156,8 +155,6 @@ def check_modifiers(machine: Machine, instruction: Instruction) -> None:
         if f"{instruction.opcode}.".startswith(f"{opcode}."):
             raise machine.unsupported(f"{what} are not simulated")
     for modifier in instruction.modifiers:
-        if modifier == "shared::cluster" and instruction.name in ("cp", "mbarrier"):
-            continue
         if modifier in _NOT_SIMULATED_WITH:
             raise machine.unsupported(f"{_NOT_SIMULATED_WITH[modifier]} are not simulated")
         if modifier not in _MODIFIERS and modifier not in OPCODE_TYPES:

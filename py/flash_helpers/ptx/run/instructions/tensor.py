@@ -26,7 +26,8 @@ from flash_helpers.ptx.run.instructions.forms import Form
 from flash_helpers.ptx.run.machine import Action, Alu, Computes, Machine, pick
 from flash_helpers.ptx.run.memory.regions import WINDOWS, Selection
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
-from flash_helpers.ptx.run.numbers.rounding import F16, odd_f32, to_floats
+from flash_helpers.ptx.run.numbers.elements import ELEMENTS, RAW, unpacked, values
+from flash_helpers.ptx.run.numbers.rounding import F16, odd_f32
 
 # Element types of A and B for each shape.
 _SHAPES = {
@@ -42,12 +43,7 @@ _SHAPES = {
     "m16n8k128": ("b1",),
     "m16n8k256": ("b1",),
 }
-# Elements of a register; how NumPy reads them, of less than 8 bits once they are unpacked; the
-# types that C and D may have; the types that A and B may have together.
-ELEMENTS = {"f16": 2, "bf16": 2, "tf32": 1, "f64": 1, "s8": 4, "u8": 4, "e4m3": 4, "e5m2": 4}
-ELEMENTS |= {"s4": 8, "u4": 8, "b1": 32}
-_RAW = {"f16": "f2", "bf16": "u2", "tf32": "u4", "f64": "f8", "s8": "i1", "u8": "u1"}
-_RAW |= {"e4m3": "u1", "e5m2": "u1", "s4": "i1", "u4": "u1", "b1": "u1"}
+# Types that C and D may have; types that A and B may have together.
 _SUMS = {"f16": ("f16", "f32"), "e4m3": ("f16", "f32"), "e5m2": ("f16", "f32"), "f64": ("f64",)}
 _SUMS |= {"bf16": ("f32",), "tf32": ("f32",)}
 _MIXED = ({"s8", "u8"}, {"s4", "u4"}, {"e4m3", "e5m2"})
@@ -66,37 +62,17 @@ def check_types(machine: Machine, known: Sequence[str], types: Sequence[str]) ->
         raise machine.unsupported(f"sums of {a_type} are {' or '.join(sums)}")
 
 
-def _raw_elements(register: np.ndarray, type_name: str) -> np.ndarray:
-    """The elements of a register as they are stored, lane by lane."""
-    register = np.ascontiguousarray(register)
-    if type_name == "b1":
-        return np.unpackbits(register.view(np.uint8), bitorder="little")
-    if type_name in ("s4", "u4"):
-        octets = register.view(np.uint8)
-        nibbles = np.stack([octets & 0xF, octets >> 4], axis=-1)
-        return nibbles if type_name == "u4" else (nibbles ^ 8).view(np.int8) - np.int8(8)
-    return register.view(_RAW[type_name])
-
-
-def _values(raw: np.ndarray, type_name: str) -> np.ndarray:
-    """Elements as float64."""
-    if type_name == "tf32":
-        # The low 13 bits of a tf32 operand are not used.
-        raw = raw & np.uint32(0xFFFF_E000)
-    return to_floats(raw, type_name).astype(np.float64)
-
-
 def matrix_of_a(registers: Sequence[np.ndarray], type_name: str, rows: int = 16) -> np.ndarray:
     """The matrix A, float64 (warps, rows, k), of its fragment's registers, one element per lane."""
     warps = registers[0].shape[0] // WARP
     width = 4 * ELEMENTS[type_name]
     row_blocks = rows // 8
-    raw = np.empty((warps, rows, width * len(registers) // row_blocks), _RAW[type_name])
+    raw = np.empty((warps, rows, width * len(registers) // row_blocks), RAW[type_name])
     for i, register in enumerate(registers):
         row, column = 8 * (i % row_blocks), width * (i // row_blocks)
-        block = _raw_elements(register, type_name).reshape(warps, 8, width)
+        block = unpacked(register, type_name).reshape(warps, 8, width)
         raw[:, row : row + 8, column : column + width] = block
-    return _values(raw, type_name)
+    return values(raw, type_name)
 
 
 def matrix_of_b(registers: Sequence[np.ndarray], type_name: str) -> np.ndarray:

@@ -3,6 +3,7 @@ Instructions") and `setmaxnreg`."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -13,15 +14,19 @@ from flash_helpers.ptx.read.module import Immediate, Instruction, Operand, Regis
 from flash_helpers.ptx.run.asynchronous.products import Product
 from flash_helpers.ptx.run.asynchronous.register_pool import wanted_count
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import per_register
+from flash_helpers.ptx.run.asynchronous.wgmma_sparse import Sparsity
 from flash_helpers.ptx.run.instructions.forms import Form
+from flash_helpers.ptx.run.instructions.tensor import check_types
 from flash_helpers.ptx.run.machine import Action, Machine, Wait, pick
-from flash_helpers.ptx.run.memory.descriptors import K, MatrixOperand
+from flash_helpers.ptx.run.memory.descriptors import MatrixOperand
 from flash_helpers.ptx.run.memory.regions import Selection
+from flash_helpers.ptx.run.numbers.elements import ELEMENTS
 
 _M = 64
-_SHAPES = {f"m{_M}n{n}k{K}": n for n in range(8, 257, 8)}
-_SUMS = {"f16": ("f16", "f32"), "bf16": ("f32",)}
-_OTHERS = "e4m3 e5m2 tf32 s8 u8 b1"
+_SIGNS = {"f16": 2, "bf16": 2, "tf32": 2, "e4m3": 2, "e5m2": 2, "s8": 0, "u8": 0, "b1": 0}
+"""Literals that negate A and B, by type."""
+_TRANSPOSED = ("f16", "bf16")
+"""Types with further literals that say which of A and B, in shared memory, are MN-major."""
 
 
 def warps_of(machine: Machine, selection: Selection) -> np.ndarray:
@@ -55,23 +60,51 @@ def _order(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
+def _columns(machine: Machine, type_name: str, *, is_sparse: bool) -> int:
+    """N by the shape in the name of an instruction, which the type of A limits."""
+    k = 8 * ELEMENTS[type_name] * (2 if is_sparse else 1)
+    # Of integers, above 32 only every other one.
+    step = 8 if _SIGNS[type_name] else 16
+    shapes = {f"m{_M}n{n}k{k}": n for n in (*range(8, 32, 8), *range(32, 257, step))}
+    return shapes[machine.one_of(shapes)]
+
+
+def _check_kind(machine: Machine, instruction: Instruction, is_sparse: bool) -> None:
+    """Refuses types and modifiers that do not go together."""
+    d_type, a_type, b_type = instruction.types
+    check_types(machine, tuple(_SIGNS), (d_type, a_type, b_type, d_type))
+    is_b1 = a_type == "b1"
+    if is_b1 != (instruction.has("and") and instruction.has("popc")) or (is_b1 and is_sparse):
+        raise machine.unsupported("single bits, of a dense A, take .and.popc, and no others do")
+    if instruction.has("satfinite") and a_type not in ("s8", "u8"):
+        raise machine.unsupported("only products of s8 and u8 take .satfinite")
+
+
 def _mma_async(machine: Machine, instruction: Instruction) -> Action:
-    """wgmma.mma_async of 16-bit elements."""
+    """wgmma.mma_async"""
     if not instruction.has("mma_async"):
         raise machine.unsupported("only wgmma.mma_async has types")
     d_type, a_type, b_type = instruction.types
-    for name in (a_type, b_type):
-        if name in _OTHERS.split():
-            raise machine.unsupported(f"wgmma of {name} is not simulated, only f16 and bf16 are")
-    if a_type != b_type or d_type not in _SUMS[a_type]:
-        raise machine.unsupported(f"no wgmma multiplies {a_type} by {b_type} into {d_type}")
-    n = _SHAPES[machine.one_of(_SHAPES)]
-    d_operand, a_operand, b_operand, adds, *literals = instruction.operands
+    is_sparse = instruction.has("sp")
+    _check_kind(machine, instruction, is_sparse)
+    n = _columns(machine, a_type, is_sparse=is_sparse)
+    d_operand, a_operand, b_operand, *rest = instruction.operands
+    sparsity, metadata = None, np.zeros(1, np.uint32)
+    if is_sparse:
+        metadata = machine.source(rest[0], "b32")
+        pairs = (0, 1) if ELEMENTS[a_type] <= 2 else (0,)
+        sparsity = Sparsity(a_type, _literal(machine, rest[1], pairs))
+        rest = rest[2:]
+    adds, *literals = rest
     in_registers = isinstance(a_operand, Vector)
-    if len(literals) != 4 - in_registers:
-        raise machine.unsupported(f"{len(literals)} literals where {4 - in_registers} are due")
-    signs = [_literal(machine, operand, (-1, 1)) for operand in literals[:2]]
-    *a_trans, b_trans = (_literal(machine, operand, (0, 1)) for operand in literals[2:])
+    due = _SIGNS[a_type]
+    if a_type in _TRANSPOSED:
+        due += 2 - in_registers
+    if len(literals) != due:
+        raise machine.unsupported(f"{len(literals)} literals where {due} are due")
+    signs = [_literal(machine, operand, (-1, 1)) for operand in literals[: _SIGNS[a_type]]]
+    transposed = [_literal(machine, operand, (0, 1)) for operand in literals[_SIGNS[a_type] :]]
+    *a_trans, b_trans = transposed or (0, 0)
     d = machine.elements(d_operand, n // 2 // per_register(d_type))
     a = machine.elements(a_operand, 4) if in_registers else ()
     warpgroups = machine.warpgroups
@@ -79,14 +112,17 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
         position=machine.position,
         n=n,
         d_type=d_type,
-        factor_type=a_type,
-        sign=signs[0] * signs[1],
+        a_type=a_type,
+        b_type=b_type,
+        sign=math.prod(signs),
+        saturates=instruction.has("satfinite"),
+        sparsity=sparsity,
         d=tuple(machine.destination(register, "b32") for register in d),
         d_names=_names(machine, d),
         a=tuple(machine.source(register, "b32") for register in a),
         a_names=_names(machine, a),
         a_matrix=None if in_registers else MatrixOperand(_M, not a_trans[0]),
-        b_matrix=MatrixOperand(n, not b_trans),
+        b_matrix=MatrixOperand(n, not b_trans, 4 if is_sparse else 2),
         d_fragments=warpgroups.registers.fragments(d),
         a_fragments=warpgroups.registers.fragments(a),
     )
@@ -95,10 +131,15 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
     b_bits = machine.source(b_operand, "u64")
     is_added = machine.predicate(adds)
 
+    def of_lanes(values: np.ndarray, selection: Selection) -> np.ndarray:
+        """The values of each warp's lanes, (warps, 32)."""
+        lanes = machine.lanes_of(selection)
+        return np.broadcast_to(values, lanes.shape).reshape(-1, WARP)
+
     def uniform(values: np.ndarray, name: str, selection: Selection) -> np.ndarray:
         """One value for each warp."""
         lanes = machine.lanes_of(selection)
-        rows = np.broadcast_to(values, lanes.shape).reshape(-1, WARP)
+        rows = of_lanes(values, selection)
         differs = rows != rows[:, :1]
         if differs.any():
             i, j = np.argwhere(differs)[0]
@@ -116,6 +157,7 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
             uniform(pick(a_bits, selection), "the descriptor of A", selection),
             uniform(pick(b_bits, selection), "the descriptor of B", selection),
             uniform(is_added(selection), "scale-d", selection),
+            of_lanes(pick(metadata, selection), selection).copy(),
         )
 
     return machine.from_some(run_some)
@@ -179,10 +221,10 @@ def _names(machine: Machine, operands: tuple[Operand, ...]) -> tuple[str, ...]:
     return tuple(operand.name for operand in operands if isinstance(operand, Register))
 
 
-_FACTORS = f"f16 bf16 {_OTHERS}"
+_FACTORS = " ".join(_SIGNS)
 
 FORMS = (
     Form("setmaxnreg", _setmaxnreg, (1,), ("u32",)),
     Form("wgmma", _order, (0, 1)),
-    Form("wgmma", _mma_async, (4, 6, 7, 8), ("f16 f32 s32", _FACTORS, _FACTORS)),
+    Form("wgmma", _mma_async, (4, 6, 7, 8, 9, 10), ("f16 f32 s32", _FACTORS, _FACTORS)),
 )

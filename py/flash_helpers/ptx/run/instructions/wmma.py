@@ -21,7 +21,6 @@ from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
 from flash_helpers.ptx.run.instructions.forms import Form
 from flash_helpers.ptx.run.instructions.tensor import (
-    ELEMENTS,
     accumulators,
     alu_of_product,
     check_types,
@@ -33,6 +32,7 @@ from flash_helpers.ptx.run.instructions.tensor import (
 )
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, pick
 from flash_helpers.ptx.run.memory.regions import Selection
+from flash_helpers.ptx.run.numbers.elements import ELEMENTS
 
 # By shape: m, n and k, and the element types of A and B.
 _INTO_16 = ("f16", "bf16", "s8", "u8")

@@ -1,8 +1,9 @@
 """Matrices of `wgmma` in shared memory: from a 64-bit descriptor to the address of every element.
 
 PTX ISA 9.0, "Shared Memory Matrix Layout" of the asynchronous warpgroup instructions, with its
-"Canonical Layouts" and "Matrix Descriptor Format". Elements have 16 bits and are read in chunks of
-16 bytes: 8 neighbours in K of a K-major matrix, 8 neighbours in M or N of an MN-major one. With L
+"Canonical Layouts" and "Matrix Descriptor Format". Elements are read in chunks of 16 bytes: of
+neighbours in K of a K-major matrix; of 8 neighbours in M or N of an MN-major one, whose elements
+have 16 bits. With L
 the leading and S the stride byte offset, a chunk lies behind the start address at
 
 | | no swizzle | W = 32, 64 or 128 bytes |
@@ -24,11 +25,9 @@ from functools import lru_cache
 
 import numpy as np
 
-K = 16
-"""Extent along K of one instruction with elements of 16 bits."""
 CHUNK = 16
 """Bytes."""
-_PER_CHUNK = 8  # elements
+_PER_CHUNK = 8  # elements of 16 bits
 
 _SWIZZLE_BYTES = (0, 128, 64, 32)  # by the descriptor's upper two bits
 _FIELDS = ((0, 14), (16, 14), (32, 14), (49, 3), (62, 2))
@@ -71,15 +70,17 @@ class Descriptor:
 @dataclass(frozen=True)
 class MatrixOperand:
     """The A or B of an instruction. `rows`: M (64) or N. `k_major`: the elements of a row are
-    neighbours; otherwise those of a column."""
+    neighbours; otherwise those of a column. `chunks`: extent along K, in chunks of a K-major
+    matrix: 2, or 4 for the B that a sparse A is multiplied by."""
 
     rows: int
     k_major: bool
+    chunks: int = 2
 
     def addresses(self, bits: int) -> np.ndarray:
-        """Shared addresses of the chunks that a descriptor names, int64: (rows, 2) of a K-major
-        matrix, (16, rows / 8) of an MN-major one. The array must not be changed. Raises ValueError
-        as `Descriptor.decode` does."""
+        """Shared addresses of the chunks that a descriptor names, int64: (rows, chunks) of a
+        K-major matrix, (8 chunks, rows / 8) of an MN-major one. The array must not be changed.
+        Raises ValueError as `Descriptor.decode` does."""
         return _addresses(self, bits)
 
     def rows_at(self, bits: int, first: int, count: int) -> np.ndarray:
@@ -90,12 +91,12 @@ class MatrixOperand:
         return self.addresses(bits)[:, first // _PER_CHUNK : (first + count) // _PER_CHUNK]
 
     def matrix(self, chunks: np.ndarray) -> np.ndarray:
-        """The matrix (..., rows, 16) of the values of the chunks' elements, (..., shape of the
-        addresses, 8)."""
+        """The matrix (..., rows, K) of the values of the chunks' elements, (..., shape of the
+        addresses, elements of a chunk)."""
         if not self.k_major:
             # (..., k, chunk, row in it) to (..., chunk, row in it, k)
             chunks = np.moveaxis(chunks, -3, -1)
-        return chunks.reshape(*chunks.shape[:-3], -1, K)
+        return chunks.reshape(*chunks.shape[:-3], self.rows, -1)
 
 
 @lru_cache(maxsize=4096)
@@ -103,11 +104,18 @@ def _addresses(operand: MatrixOperand, bits: int) -> np.ndarray:
     descriptor = Descriptor.decode(bits)
     leading, stride, width = descriptor.leading, descriptor.stride, descriptor.swizzle
     if operand.k_major:
-        row, chunk = np.ix_(np.arange(operand.rows), np.arange(K // _PER_CHUNK))
+        if width and width < CHUNK * operand.chunks:
+            raise ValueError(
+                f"a swizzle of {width} bytes for rows of {CHUNK * operand.chunks}: choose a wider "
+                "one, or none"
+            )
+        row, chunk = np.ix_(np.arange(operand.rows), np.arange(operand.chunks))
         offsets = (width or CHUNK) * (row % 8) + stride * (row // 8)
         offsets = offsets + (CHUNK if width else leading) * chunk
     else:
-        k, chunk = np.ix_(np.arange(K), np.arange(operand.rows // _PER_CHUNK))
+        k, chunk = np.ix_(
+            np.arange(_PER_CHUNK * operand.chunks), np.arange(operand.rows // _PER_CHUNK)
+        )
         offsets = (width or CHUNK) * (k % 8) + (stride if width else leading) * (k // 8)
         across = width // CHUNK or 1
         offsets = offsets + CHUNK * (chunk % across)
