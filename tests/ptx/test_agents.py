@@ -47,11 +47,14 @@ class World:
         self.order = self.shared.order
 
     def touch(self, action, lanes, address, position=BAR, strength=None):
-        """Each of the lanes touches the 16 bytes at an address in its block."""
+        """Each of the lanes touches the 16 bytes at an address in its block; in a "matrix read" all
+        lanes of their warps do."""
+        kind = action.removeprefix("matrix ")
         rows = (self.shared.base[lanes] + address) >> 4
         value = np.zeros((lanes.size, 4), np.uint32) if action == "write" else None
         more = {} if strength is None else {"strength": strength}
-        return self.shared.lanes.note(action, position, rows, 16, lanes, value, **more)
+        more["is_of_warp"] = kind != action
+        return self.shared.lanes.note(kind, position, rows, 16, lanes, value, **more)
 
     def begin(self, action, lanes, address, size=64, name=TMA, position=TRAP):
         """An agent of each lane's block begins; what the first lane knows is what it relies on."""
