@@ -20,9 +20,6 @@ NAMES = {
         "txq.width.b32 %a, [%x];",
     ],
     "bulk copies of zeros": ["st.bulk.weak.shared::cta [s], 16, 0;"],
-    "changes of tensor maps": [
-        "tensormap.replace.tile.global_address.global.b1024.b64 [%x], %y;",
-    ],
     "im2col copies": [
         "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
         "[s], [%x, {%a, %a, %a}], [s], {%a};",
@@ -86,6 +83,24 @@ def test_a_variable_of_what_is_not_simulated_refuses_the_kernel_that_uses_it(kin
     module = load_ptx(entry("suq.width.b32 %a, [image];", "", DECLARATIONS, variable))
     with pytest.raises(PtxError, match=f"PTX line 4: {name} are not simulated, as in '.global"):
         module.kernel("k").launch(grid=1, block=32)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100a"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wgmma.fence.sync.aligned;",
+        "wgmma.commit_group.sync.aligned;",
+        "setmaxnreg.dec.sync.aligned.u32 40;",
+        "tensormap.replace.tile.rank.shared::cta.b1024.b32 [s], 1;",
+    ],
+)
+def test_what_only_some_targets_have(target, text):
+    module = load_ptx(entry(text, declarations=DECLARATIONS).replace("sm_80", target))
+    if target == "sm_100a" and "wgmma" not in text:
+        return
+    with pytest.raises(UnsupportedInstruction, match=f"has .target {target}, and this needs sm_"):
+        module.kernel("k").launch(grid=1, block=128, target="sm_90a")
 
 
 def test_an_opcode_that_only_begins_like_one_is_not_taken_for_it():

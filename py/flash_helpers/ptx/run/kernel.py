@@ -280,6 +280,7 @@ class Kernel:
             granule=granule,
             has_flags=has_flags,
             target=target,
+            written_for=self.module.target,
             scratch=aligned(static + shared_bytes, 128) if asks_scratch else None,
             workspace=memory.allocate(_WORKSPACE_BYTES) if synchronises else 0,
         )

@@ -108,9 +108,10 @@ class Alu:
 class Launch:
     """The data that all blocks of a launch share.
 
-    `cluster`: blocks per cluster in x, y and z; None for a launch without clusters. `shared_bytes`:
-    shared memory per block, static and dynamic. `parameters`: their bytes, uint8. `symbols`:
-    addresses of variables, each in its own state space, and of functions, which can only be stored.
+    `target`: the target whose limits it keeps. `written_for`: the target of the text. `cluster`:
+    blocks per cluster in x, y and z; None for a launch without clusters. `shared_bytes`: shared
+    memory per block, static and dynamic. `parameters`: their bytes, uint8. `symbols`: addresses of
+    variables, each in its own state space, and of functions, which can only be stored.
     `local_bytes`: local memory per thread. `granule`: bytes of the narrowest shared access.
     `has_flags`: whether strong accesses to shared memory may order other accesses.
 
@@ -133,6 +134,7 @@ class Launch:
     granule: int
     has_flags: bool
     target: str
+    written_for: str
     cluster: tuple[int, int, int] | None = None
     output: TextIO | None = None
     scratch: int | None = None

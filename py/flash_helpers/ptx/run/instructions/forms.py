@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 import numpy as np
 
@@ -103,6 +104,14 @@ _NOT_SIMULATED_WITH: Mapping[str, str] = {
 }
 """The same, by a modifier."""
 
+_TARGETS: Mapping[str, Mapping[str, str]] = {
+    "wgmma": {"": "sm_90a"},
+    "setmaxnreg": {"": "sm_*[af]"},
+    "tensormap": {"replace": "sm_*[af]"},
+}
+"""Targets of the text that an opcode needs, by its name and a modifier ("Target ISA Notes" of each;
+ptxas 13.0 refuses the others)."""
+
 # The opcodes and what they belong to, by name.
 _REFUSED: Mapping[str, list[tuple[str, str]]] = defaultdict(list)
 for _what, _opcodes in _NOT_SIMULATED.items():
@@ -150,7 +159,13 @@ def by_name(forms: Iterable[Form]) -> Forms:
 
 def check_modifiers(machine: Machine, instruction: Instruction) -> None:
     """Raises UnsupportedInstruction, with the feature's name, for features that are not simulated,
-    and for a modifier that is not known."""
+    or that the target of the text lacks, and for a modifier that is not known."""
+    written_for = machine.launch.written_for
+    for modifier, pattern in _TARGETS.get(instruction.name, {}).items():
+        if (not modifier or instruction.has(modifier)) and not fnmatch(written_for, pattern):
+            raise machine.unsupported(
+                f"the text has .target {written_for}, and this needs {pattern}: compile for sm_90a"
+            )
     for opcode, what in _REFUSED.get(instruction.name, ()):
         if f"{instruction.opcode}.".startswith(f"{opcode}."):
             raise machine.unsupported(f"{what} are not simulated")
