@@ -14,8 +14,8 @@ from enum import Enum
 from functools import cached_property
 
 from flash_helpers.ptx.errors import UnsupportedInstruction
-from flash_helpers.ptx.read.graph import strongly_connected_components
-from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbol
+from flash_helpers.ptx.read.graph import innermost_loop, strongly_connected_components
+from flash_helpers.ptx.read.module import Function, Instruction, Operand, Register, Symbol, parts
 
 BARRIERS = frozenset({"bar", "barrier"})
 """The barriers of a warp and of a cluster have these names too."""
@@ -84,9 +84,49 @@ class Program:
         used = dict.fromkeys(o.name for o in named if isinstance(o, Register))
         return {name: self.function.registers[name] for name in used}
 
+    @cached_property
+    def retried(self) -> frozenset[int]:
+        """The waits for an mbarrier that a loop tries again until they are over."""
+        waits = (p for p, i in enumerate(self.instructions) if i.first(("test_wait", "try_wait")))
+        edges = {
+            b: [s for s in (*block.targets, block.next) if s >= 0]
+            for b, block in enumerate(self.blocks)
+        }
+        return frozenset(
+            position
+            for position in waits
+            if self._decides(position, innermost_loop(edges, self.block_of[position]))
+        )
+
+    def _decides(self, position: int, loop: set[int]) -> bool:
+        """Whether the first result of an instruction decides about the end of a loop."""
+        blocks = [self.blocks[b] for b in loop]
+        inside = [i for block in blocks for i in self.instructions[block.start : block.end]]
+        known, more = set[str](), _results(self.instructions[position])
+        while not more <= known:
+            known |= more
+            users = (i for i in inside if not known.isdisjoint(_registers(i.named())))
+            more = {name for instruction in users for name in _results(instruction)}
+        return any(
+            guard is not None and guard.name in known and not loop.issuperset(leads_to)
+            for guard, leads_to in (
+                (self.instructions[block.end - 1].guard, (*block.targets, block.next))
+                for block in blocks
+            )
+        )
+
     def block_at(self, position: int) -> Block:
         """The block of an instruction."""
         return self.blocks[self.block_of[position]]
+
+
+def _registers(operands: Iterable[Operand]) -> set[str]:
+    return {operand.name for operand in operands if isinstance(operand, Register)}
+
+
+def _results(instruction: Instruction) -> set[str]:
+    """The registers of the first operand, where an instruction has its results."""
+    return _registers(p for operand in instruction.operands[:1] for p in parts(operand))
 
 
 def is_wgmma(instruction: Instruction) -> bool:

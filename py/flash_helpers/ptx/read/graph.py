@@ -54,3 +54,30 @@ def strongly_connected_components(
             elif child in on_stack:
                 low[node] = min(low[node], index[child])
     return found
+
+
+def innermost_loop(successors: Mapping[int, Sequence[int]], node: int) -> set[int]:
+    """The nodes of the innermost loop around a node; none if there is no loop. The head of every
+    loop must be its lowest node; several loops may share it."""
+    edges, nodes = successors, set(successors)
+    found: set[int] = set()
+    while True:
+        components = strongly_connected_components(edges, nodes)
+        nodes = next(component for component in components if node in component)
+        if len(nodes) == 1 and node not in edges[node]:
+            return found
+        head = min(nodes)
+        inner = {n: [s for s in edges[n] if s in nodes and s != head] for n in nodes}
+        ends = (n for n in nodes if head in edges[n])
+        loops = ({head} | _leading_to(end, inner) for end in ends)
+        found = min((loop for loop in loops if node in loop), key=len)
+        edges = inner
+
+
+def _leading_to(node: int, successors: Mapping[int, Sequence[int]]) -> set[int]:
+    """A node and all nodes from which a path leads to it."""
+    found, before = {node}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {n for n, following in successors.items() if not found.isdisjoint(following)}
+    return found

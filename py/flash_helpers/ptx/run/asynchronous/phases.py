@@ -33,7 +33,7 @@ class Phased:
     `made`: time, lane, instruction and agent of its making; a lane that knows the agent up to that
     time may use the object. `arrived`: lane and instruction of the last arrival, if there was one.
     `seen`: for each lane that saw a phase complete, the number of complete phases, and the
-    instruction.
+    instruction. `refused`: the same for each lane that saw a phase not complete.
     """
 
     state: Mbarrier
@@ -41,6 +41,7 @@ class Phased:
     made: tuple[int, int, int, int]
     arrived: tuple[int, int] | None = None
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    refused: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Phases:
@@ -64,6 +65,8 @@ class Phases:
         """By lane, the object that it last saw a phase of complete."""
         self._agents: dict[tuple[int, int], int] = {}
         self._given_up = np.zeros(shared.lane_ids.size, bool)
+        # For each wait and object, the phase in which each lane has given up at once.
+        self._refused: dict[tuple[int, int], np.ndarray] = {}
         # Weakly, as all that belongs to a batch: it is gone as soon as the batch is.
         weak = proxy(self)
         shared.marks.explain = lambda agent, lane: weak._explain(agent, lane)
@@ -255,6 +258,16 @@ class Phases:
             self._given_up[lanes] = True
         return ready | self._given_up[lanes]
 
+    def refuse_once(self, position: int, lanes: np.ndarray, places: np.ndarray) -> None:
+        """Ends the time of lanes at a wait that they have not tried before in this phase. Lanes
+        that come back to it spin after all."""
+        for where, chosen in _groups(places):
+            phase = self.objects[where].state.phase
+            none = np.full(self._given_up.size, -1)
+            refused = self._refused.setdefault((position, where), none)
+            self._given_up[lanes[chosen]] |= refused[lanes[chosen]] != phase
+            refused[lanes[chosen]] = phase
+
     def give_up(self, lanes: np.ndarray) -> None:
         """Ends the time of lanes that wait."""
         self._given_up[lanes] = True
@@ -283,6 +296,9 @@ class Phases:
                     complete[mine] = _is_over(found.state, value, parity)
                 if complete[mine[0]]:
                     self._seen(position, found, lanes[mine], acquires)
+                else:
+                    refusal = found.state.phase, position
+                    found.refused.update(dict.fromkeys(lanes[mine].tolist(), refusal))
         return complete
 
     def _seen(self, position: int, found: Phased, lanes: np.ndarray, acquires: bool) -> None:
@@ -358,6 +374,12 @@ class Phases:
         if where is None or where not in self.objects:
             return ""
         found = self.objects[where]
+        phase, position = found.refused.get(lane, (-1, 0))
+        if phase == found.state.phase:
+            return (
+                f"\n    {found.state};\n    this thread has asked at {self.log.site(position)},\n"
+                "    where the answer may be no at any time: ask again until it is yes"
+            )
         if lane not in found.seen:
             return f"\n    {found.state}; this thread has not waited for it"
         phases, position = found.seen[lane]

@@ -133,7 +133,8 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
 
 def _wait(machine: Machine, instruction: Instruction) -> Action:
     """test_wait and try_wait: lanes sleep until their phase is complete. At a test_wait they only
-    let other lanes go first."""
+    let other lanes go first. Where no loop tries again, lanes get the answer no at once: a try_wait
+    waits for a time that "depends on the system" (PTX ISA 9.0, "mbarrier.try_wait")."""
     result, address, value, *_ = instruction.operands
     by_parity = instruction.has("parity")
     destination = machine.destination(result, "pred")
@@ -142,6 +143,7 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     position, phases = machine.position, machine.phases
     acquires = not instruction.has("relaxed")
     is_test = instruction.modifiers[0] == "test_wait"
+    is_retried = position in machine.program.retried
 
     def run_some(selection: Selection) -> None:
         lanes, at, which = places(selection)
@@ -154,7 +156,12 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     def is_ready(lanes: np.ndarray) -> np.ndarray:
         mine, at, which = places(lanes)
         ready = np.ones(lanes.size, bool)
-        ready[which] = phases.may_go_on(mine, at, values(lanes)[which], parity=by_parity)
+        wanted = values(lanes)[which]
+        ready[which] = phases.may_go_on(mine, at, wanted, parity=by_parity)
+        if not is_retried and not ready.all():
+            left = ~ready[which]
+            phases.refuse_once(position, mine[left], at[left])
+            ready[which] = phases.may_go_on(mine, at, wanted, parity=by_parity)
         return ready
 
     def reason(lanes: np.ndarray) -> str:
