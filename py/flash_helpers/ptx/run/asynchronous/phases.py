@@ -26,6 +26,19 @@ _IMPATIENCE = 0.2
 """Probability that lanes give up each time they are asked whether they may go on."""
 
 
+CLUSTER, BLOCK, NOBODY = "cluster", "cta", "relaxed"
+"""The scope of an operation that releases or acquires; none of one that is relaxed."""
+
+
+@dataclass(frozen=True)
+class _Released:
+    """Knowledge that an arrival hands over. `is_near`: lanes of the object's block hand it over, or
+    a unit that counts for all of the cluster."""
+
+    knowledge: Knowledge
+    is_near: bool = True
+
+
 @dataclass
 class Phased:
     """An mbarrier object since its mbarrier.init.
@@ -151,10 +164,10 @@ class Phases:
         expects: np.ndarray | None = None,
         drops: bool = False,
         may_complete: bool = True,
-        releases: bool = True,
+        scope: str = CLUSTER,
     ) -> np.ndarray:
         """Lanes arrive, each by `Mbarrier.arrive`; returns the states that they get. `expects`:
-        bytes that they announce before."""
+        bytes that they announce before. `scope`: the threads to which they release."""
         states = np.zeros(lanes.size, np.uint64)
         for where, chosen in _groups(places):
             mine = lanes[chosen]
@@ -168,11 +181,20 @@ class Phases:
                 states[chosen] = np.uint64(state.state) - before.astype(np.uint64)
                 if expects is not None:
                     state.expect(int(expects[chosen].sum()))
-                knowledge = self.order.knowledge(mine) if releases else None
-                state.arrive(int(sums.sum()), knowledge, drops=drops, may_complete=may_complete)
+                released = self._released(mine, found.block, scope)
+                state.arrive(int(sums.sum()), released, drops=drops, may_complete=may_complete)
             found.arrived = int(mine[-1]), position
             self.version += 1
         return states
+
+    def _released(self, lanes: np.ndarray, block: int, scope: str) -> _Released | None:
+        """The knowledge that arrivals at an object of a block release."""
+        its = self.shared.geometry.block_of(lanes) == block
+        if scope != CLUSTER:
+            lanes = lanes[its & (scope == BLOCK)]
+        if not lanes.size:
+            return None
+        return _Released(self.order.knowledge(lanes), bool(its.all()))
 
     def add_pending(self, position: int, lanes: np.ndarray, where: int) -> None:
         """An object waits for one more arrival of each lane, which `arrive_for` makes later."""
@@ -190,7 +212,7 @@ class Phases:
         found = self.find(position, lanes, where)
         if found is not None:
             with self._reported(position, int(lanes[0]), where):
-                found.state.arrive(lanes.size, knowledge)
+                found.state.arrive(lanes.size, _Released(knowledge))
             found.arrived = int(lanes[-1]), position
             self.version += 1
 
@@ -225,7 +247,7 @@ class Phases:
                     f"{size} bytes come in phase {found.state.phase} of a copy that was issued in "
                     f"phase {phase}: the phase that should have waited for them did not expect them"
                 )
-            found.state.complete(size, knowledge)
+            found.state.complete(size, None if knowledge is None else _Released(knowledge))
         self.version += 1
 
     # -- what lanes ask ----------------------------------------------------------------------------
@@ -280,10 +302,10 @@ class Phases:
         values: np.ndarray,
         *,
         parity: bool,
-        acquires: bool,
+        scope: str = CLUSTER,
     ) -> np.ndarray:
         """As `is_complete`; lanes that see a phase complete learn everything released in it and
-        before."""
+        before. `scope`: the threads from which they acquire."""
         self._given_up[lanes] = False
         complete = np.zeros(places.size, bool)
         for where, chosen in _groups(places):
@@ -295,20 +317,23 @@ class Phases:
                 with self._reported(position, int(lanes[mine[0]]), where):
                     complete[mine] = _is_over(found.state, value, parity)
                 if complete[mine[0]]:
-                    self._seen(position, found, lanes[mine], acquires)
+                    self._seen(position, found, lanes[mine], scope)
                 else:
                     refusal = found.state.phase, position
                     found.refused.update(dict.fromkeys(lanes[mine].tolist(), refusal))
         return complete
 
-    def _seen(self, position: int, found: Phased, lanes: np.ndarray, acquires: bool) -> None:
+    def _seen(self, position: int, found: Phased, lanes: np.ndarray, scope: str) -> None:
         state = found.state
         state.observe()
         found.seen.update(dict.fromkeys(lanes.tolist(), (state.phase, position)))
         self.passed.update(dict.fromkeys(lanes.tolist(), found))
-        if acquires and state.released:
-            state.released = [join(state.released)]
-            self.order.acquire(lanes, state.released)
+        parts = [(near, [r for r in state.released if r.is_near == near]) for near in (True, False)]
+        joint = [_Released(join([r.knowledge for r in some]), near) for near, some in parts if some]
+        state.released = joint
+        wanted = [r.knowledge for r in joint if scope == CLUSTER or (r.is_near and scope == BLOCK)]
+        if wanted:
+            self.order.acquire(lanes, wanted)
 
     # -- objects -----------------------------------------------------------------------------------
 

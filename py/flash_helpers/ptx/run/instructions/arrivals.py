@@ -9,6 +9,7 @@ import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction, Operand
 from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES, pending_count, phase_of
+from flash_helpers.ptx.run.asynchronous.phases import BLOCK, CLUSTER, NOBODY
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
 from flash_helpers.ptx.run.instructions.forms import Form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
@@ -99,6 +100,13 @@ def _transactions(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
+def _scope(instruction: Instruction) -> str:
+    """The threads to which an operation releases or from which it acquires. Without a scope it is
+    that of the cluster: the ISA says .cta, but libraries leave it out where they release memory
+    that threads have read to the copies of another block."""
+    return instruction.first((NOBODY, BLOCK)) or CLUSTER
+
+
 def _arrive(machine: Machine, instruction: Instruction) -> Action:
     """arrive and arrive_drop, with expect_tx too."""
     result, address, *rest = instruction.operands
@@ -108,12 +116,11 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
     expects = instruction.has("expect_tx")
     if number is None and (expects or instruction.has("noComplete")):
         raise machine.unsupported("a number is due")
-    options = {
-        "drops": instruction.modifiers[0] == "arrive_drop",
-        "may_complete": not instruction.has("noComplete"),
-        "releases": not instruction.has("relaxed"),
-    }
-    position = machine.position
+    drops, may_complete = (
+        instruction.modifiers[0] == "arrive_drop",
+        not instruction.has("noComplete"),
+    )
+    position, scope = machine.position, _scope(instruction)
 
     def run_some(selection: Selection) -> None:
         lanes, at, which = places(selection)
@@ -121,12 +128,20 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
         if number is not None:
             given = number(selection)[which].astype(np.int64)
             counts, sizes = (counts, given) if expects else (given, None)
-        if options["releases"]:
+        if scope != NOBODY:
             machine.shared.presence.record(
                 "mbarrier.arrive", position, lanes, *machine.shared.at(at)
             )
-        states = machine.phases.arrive(position, lanes, at, counts, expects=sizes, **options)
-        destination[lanes] = states
+        destination[lanes] = machine.phases.arrive(
+            position,
+            lanes,
+            at,
+            counts,
+            expects=sizes,
+            drops=drops,
+            may_complete=may_complete,
+            scope=scope,
+        )
 
     return machine.from_some(run_some)
 
@@ -141,14 +156,14 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     places = places_of(machine, instruction, address, is_local=True)
     values = _numbers(machine, value, "u32" if by_parity else "b64")
     position, phases = machine.position, machine.phases
-    acquires = not instruction.has("relaxed")
+    scope = _scope(instruction)
     is_test = instruction.modifiers[0] == "test_wait"
     is_retried = position in machine.program.retried
 
     def run_some(selection: Selection) -> None:
         lanes, at, which = places(selection)
         complete = phases.observe(
-            position, lanes, at, values(selection)[which], parity=by_parity, acquires=acquires
+            position, lanes, at, values(selection)[which], parity=by_parity, scope=scope
         )
         destination[selection] = False
         destination[lanes] = complete
