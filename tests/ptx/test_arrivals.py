@@ -270,14 +270,14 @@ class TestMisuse:
         ("body", "words"),
         [
             (f"{ARRIVE} [bar];", "there is no mbarrier object"),
-            (f"{made(32)}mbarrier.inval.shared::cta.b64 [bar];", "there is no mbarrier object"),
+            (f"{made(32)}mbarrier.inval.shared::cta.b64 [bar];", "32 lanes .* end the same object"),
             (
                 f"{made(33)}{ARRIVE} [bar];\nsetp.eq.u32 %p1, %tid, 31;\n@%p1 bra LATE;\n"
                 f"{wait('bar', 0)}bra END;\nLATE: mbarrier.inval.shared::cta.b64 [bar];\nEND:",
                 r"no mbarrier object: mbarrier.inval has ended it at .*mbarrier\.inval",
             ),
             (f"{made(1)}@%p0 {INIT} [bar], 1;", "lives since .*end it by mbarrier.inval"),
-            (f"{INIT} [bar], 1;", "lives since"),
+            (f"{INIT} [bar], 1;", "32 lanes .* make the same object"),
             (f"@%p0 {INIT} [bar], 0;", "a count of 0 arrivals: give 1 to 1048575"),
             (f"{made(31)}{ARRIVE} [bar];", "32 arrivals where the current phase waits for 31"),
             (

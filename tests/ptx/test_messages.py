@@ -11,6 +11,7 @@ from flash_helpers.ptx import (
     DeviceMemory,
     LaunchError,
     RaceError,
+    RepeatedWorkLint,
     SimulatorError,
     load_ptx,
 )
@@ -172,3 +173,132 @@ def test_two_instructions_of_one_line_are_two_faults() -> None:
     body = f".loc 1 7 1\n{body}"
     found = run(body, keep_going=True).faults
     assert [fault.site.opcode for fault in found] == ["ld.shared.u32", "st.shared.u32"]
+
+
+# -- one lane's work ---------------------------------------------------------------------------
+
+INIT = "mbarrier.init.shared::cta.b64 [bar], 1;\n"
+VISIBLE = "st.shared.u32 [%r3], %r0;\nfence.proxy.async;\nbar.warp.sync -1;\n"
+STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [tile], 128;\n"
+REDUCE = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [tile], 128;\n"
+CLOSE = "cp.async.bulk.commit_group;\n"
+PREFETCH = "cp.async.bulk.prefetch.L2.global [%rd1], 128;\n"
+LOAD = (
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [tile], [%rd1], 128, [bar];"
+)
+ONE_BARRIER = f"@%p {INIT}bar.warp.sync -1;\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "title"),
+    [
+        (INIT, "mbarrier misused: 32 lanes of this instruction make the same object: elect one"),
+        (
+            f"{ONE_BARRIER}mbarrier.inval.shared::cta.b64 [bar];",
+            "mbarrier misused: 32 lanes of this instruction end the same object: elect one",
+        ),
+        (
+            f"{ONE_BARRIER}mbarrier.arrive.shared::cta.b64 _, [bar];",
+            "32 lanes of this instruction arrive: elect one, or count them",
+        ),
+        (
+            f"{ONE_BARRIER}{LOAD}",
+            "shared-memory race: write of shared address 0 by 32 copies in no order:\n"
+            "    32 lanes of this instruction do the same: elect one",
+        ),
+    ],
+)
+def test_where_all_lanes_do_what_one_should_the_error_says_so(body, title) -> None:
+    text = str(fault(body))
+    assert title in text and "by block (0, 0, 0) warp 0 lane 0" in text
+
+
+@pytest.mark.parametrize("body", [f"{STORE}{CLOSE}", f"{REDUCE}{CLOSE}", PREFETCH])
+def test_where_all_lanes_copy_the_same_a_lint_says_so(body) -> None:
+    wait = "cp.async.bulk.wait_group 0;"
+    (lint,) = run(f"{VISIBLE}{body}{wait}", lints=True).lints
+    assert type(lint) is RepeatedWorkLint
+    assert lint.detail == "32 lanes of this instruction do the same: elect one"
+    assert not run(f"{VISIBLE}@%p {body}{wait}", lints=True).lints
+    assert not run(f"{VISIBLE}{body}{wait}").lints
+
+
+def test_lanes_that_store_different_bytes_are_told_nothing() -> None:
+    store = "cp.async.bulk.global.shared::cta.bulk_group [%rd3], [%r5], 16;\n"
+    places = """
+    and.b32 %r4, %r0, 7;
+    shl.b32 %r4, %r4, 4;
+    add.u32 %r5, %r2, %r4;
+    cvt.u64.u32 %rd2, %r4;
+    add.u64 %rd3, %rd1, %rd2;
+    setp.lt.u32 %q, %r0, 8;
+    """
+    body = f"{VISIBLE}{places}@%q {store}{CLOSE}cp.async.bulk.wait_group 0;"
+    assert not run(body, lints=True).lints
+    (lint,) = run(body.replace("@%q", ""), lints=True).lints
+    assert lint.count == 8 and lint.detail.startswith("4 lanes of this instruction do the same")
+
+
+# -- waits without a commit --------------------------------------------------------------------
+
+COPY = ".loc 1 1 1\ncp.async.ca.shared.global [%r3], [%rd1], 4;\n"
+COMMIT = "cp.async.commit_group;\n"
+WAIT = ".loc 1 5 1\ncp.async.wait_group {};\n.loc 1 9 1\n"
+BULK_WAIT = ".loc 1 5 1\ncp.async.bulk.wait_group{} {};\n.loc 1 9 1\n"
+READ = "ld.shared.u32 %r6, [%r3];"
+OVERWRITE = "st.shared.u32 [%r3], 0;"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (COPY + READ, "its thread has not waited for it"),
+        (
+            COPY + WAIT.format(0) + READ,
+            "no cp.async.commit_group stands between it and the wait at k.cu:5 ",
+        ),
+        (
+            COPY + WAIT.format(0) + COMMIT + READ,
+            "no cp.async.commit_group stands between it and the wait at k.cu:5 ",
+        ),
+        (
+            COPY + COMMIT + WAIT.format(1) + READ,
+            "the wait at k.cu:5 [cp.async.wait_group, PTX line {}]\n"
+            "    leaves the newest group pending, and it is in one",
+        ),
+        (WAIT.format(0) + COPY + COMMIT + READ, "its thread has not waited for it"),
+        (
+            COPY + WAIT.format(0) + "st.global.u32 [%rd1], %r0;",
+            "reads: no cp.async.commit_group stands between it and the wait at k.cu:5 ",
+        ),
+        (
+            VISIBLE + "@%p " + STORE + BULK_WAIT.format(".read", 0) + "@%p " + OVERWRITE,
+            "no cp.async.bulk.commit_group stands between it and the wait at k.cu:5 ",
+        ),
+        (
+            VISIBLE + "@%p " + STORE + CLOSE + BULK_WAIT.format("", 2) + "@%p " + OVERWRITE,
+            "leaves the newest 2 groups pending, and it is in one",
+        ),
+        (
+            VISIBLE + "@%p " + STORE + BULK_WAIT.format("", 0) + "ld.global.u32 %r6, [%rd1];",
+            "no cp.async.bulk.commit_group stands between it and the wait at k.cu:5 ",
+        ),
+        (
+            VISIBLE
+            + "@%p "
+            + STORE
+            + CLOSE
+            + BULK_WAIT.format(".read", 0)
+            + "ld.global.u32 %r6, [%rd1];",
+            "waits for its reads of shared memory only (.read)",
+        ),
+        (
+            VISIBLE + "@%p " + STORE + BULK_WAIT.format("", 0),
+            "none of its threads has waited for it\n"
+            "    no cp.async.bulk.commit_group stands between it and the wait at k.cu:5 ",
+        ),
+    ],
+)
+def test_a_wait_that_stands_there_and_misses_the_copy_is_told(body, why) -> None:
+    text = re.sub(r"PTX line \d+", "PTX line {}", str(fault(body)))
+    assert why in text

@@ -318,6 +318,9 @@ class TestSharedMemory:
         late = f"setp.eq.u32 %p, %thread, 77;\n@%p st.shared.u8 [{place}], 1;\n"
         with pytest.raises(RaceError, match=r"read by wgmma of warpgroup 0 at .*\n.*going on"):
             snippet(self.MULTIPLY + late + WAIT).run()
+        unclosed = self.MULTIPLY.replace(COMMIT, "") + WAIT + late
+        with pytest.raises(RaceError, match="no wgmma.commit_group stands between"):
+            snippet(unclosed).run()
         snippet(self.MULTIPLY + WAIT + late).run()
 
     def test_a_copy_that_is_pending(self):

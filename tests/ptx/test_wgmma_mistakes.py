@@ -17,6 +17,7 @@ ARGUMENTS = {"A": descriptor(0), "B": descriptor(2048)}
 A_REGISTERS = "{%a0, %a1, %a2, %a3}"
 FROM_REGISTERS = mma(A_REGISTERS, "%B", rest="1, 1, 0")
 COMPUTED = "add.f32 %d0, %d1, %d1;"
+WAIT_0 = "wgmma.wait_group.sync.aligned 0;"
 WAIT_1 = "wgmma.wait_group.sync.aligned 1;"
 
 
@@ -55,13 +56,14 @@ class TestRegistersInFlight:
         steps = zeros() + zeros("e") + FENCE + mma("%A", "%B") + COMMIT
         steps += mma("%A", "%B", d="e") + COMMIT + WAIT_1
         assert "%e0" in fault(WgmmaRegisterError, steps, "mov.f32 %d50, %e0;", WAIT)
+        text = fault(WgmmaRegisterError, steps, "mov.f32 %d50, %e0;", WAIT)
+        assert "leaves the newest group pending, and it is in one" in text
         run(steps, "mov.f32 %d50, %d0;", WAIT)
 
     def test_before_it_is_committed(self):
         body = (zeros(), FENCE, mma("%A", "%B"))
-        fault(
-            WgmmaRegisterError, *body, "wgmma.wait_group.sync.aligned 0;\nmov.f32 %e0, %d0;", DONE
-        )
+        text = fault(WgmmaRegisterError, *body, WAIT_0, "mov.f32 %e0, %d0;", DONE)
+        assert "no wgmma.commit_group stands between it and the wait at" in text
 
     def test_one_warp_of_another_role_may(self):
         body = "setp.lt.u32 %p, %thread, 128;\n@!%p bra OTHER;\n" + self.MULTIPLY
@@ -247,7 +249,8 @@ class TestTheEnd:
         assert "no wgmma.wait_group has waited for this" in text and "[wgmma.mma_async" in text
 
     def test_products_that_nobody_commits(self):
-        fault(UnfinishedError, zeros("e"), FENCE, mma("%A", "%B", d="e"), WAIT)
+        text = fault(UnfinishedError, zeros("e"), FENCE, mma("%A", "%B", d="e"), WAIT)
+        assert "no wgmma.commit_group stands between it and the wait at" in text
 
     def test_the_last_of_several_groups(self):
         one = mma("%A", "%B", d="e") + COMMIT

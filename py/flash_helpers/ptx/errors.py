@@ -308,6 +308,11 @@ class LeftArrivalsLint(Lint, title="arrivals that no thread waits for"):
     `red` of other threads)."""
 
 
+class RepeatedWorkLint(Lint, title="one lane's work by several lanes"):
+    """Lanes of a warp that execute the same bulk store, reduction or prefetch: each makes one of
+    its own (PTX ISA 9.0, "cp.async.bulk": the executing thread initiates the copy)."""
+
+
 class OverlappingStoresLint(Lint, title="stores in no order"):
     """Bulk copies to the same bytes of global memory, one of them issued before a thread has waited
     for the other. They are right if they write the same values, since either may be last (PTX ISA

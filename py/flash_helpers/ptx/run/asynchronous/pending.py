@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import proxy
 
 import numpy as np
 
 from flash_helpers.ptx.run.memory.regions import Selection
+from flash_helpers.ptx.run.watch.marks import NOT_WAITED, missed_by_wait
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 
@@ -59,6 +61,10 @@ class AsyncCopies:
         self.committed = np.zeros(shared.geometry.lanes, np.int64)
         self.pending: list[_Pending] = []
         self.issued = 0
+        # Of each lane's last wait: position, groups left; groups committed, copies issued before.
+        self._waits = np.full((4, shared.geometry.lanes), -1)
+        weak = proxy(self)
+        shared.marks.why_pending = lambda lane, position: weak.why_pending(lane, position)
 
     def issue(
         self,
@@ -76,10 +82,10 @@ class AsyncCopies:
         self.pending.append(_Pending(self.issued, position, size, *columns))
         self.issued += 1
 
-    def sources_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, int | None]:
-        """Which of `size` bytes at addresses of global memory a pending copy reads, and the
-        position of one such copy; None if no copy reads any."""
-        hit, position = np.zeros(addresses.shape, bool), None
+    def sources_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, str]:
+        """Which of `size` bytes at addresses of global memory a pending copy reads, and text about
+        one such copy; none if no copy reads any."""
+        hit, text = np.zeros(addresses.shape, bool), ""
         for copy in self.pending:
             reading = np.flatnonzero(copy.lengths)
             if not reading.size:
@@ -91,17 +97,34 @@ class AsyncCopies:
             last = np.searchsorted(starts, addresses + size) - 1
             read = (last >= 0) & (ends[last] > addresses)
             if read.any():
-                hit, position = hit | read, copy.position
-        return hit, position
+                of = int(copy.lanes[order[last[read][0]]])
+                site = self.shared.marks.log.site(copy.position)
+                text = f"{site}\n    reads: {self.why_pending(of, copy.position)}"
+                hit = hit | read
+        return hit, text
 
     def commit(self, selection: Selection) -> None:
         """Closes the current group of each thread."""
         self.committed[selection] += 1
 
-    def wait(self, selection: Selection, allowed: int | None) -> None:
+    def wait(self, position: int, selection: Selection, allowed: int | None) -> None:
         """Completes all but the newest `allowed` groups of each thread; None: everything."""
+        waits = self._waits[:, selection]
+        waits[0], waits[1], waits[3] = position, -1 if allowed is None else allowed, self.issued
+        waits[2] = self.committed[selection]
+        self._waits[:, selection] = waits
         limit = self.committed - (allowed if allowed is not None else -1)
         self._complete(selection, lambda copy: copy.groups < limit[copy.lanes])
+
+    def why_pending(self, lane: int, position: int) -> str:
+        """Text for a copy of a lane that is pending, which was issued at a position."""
+        at, allowed, committed, before = self._waits[:, lane].tolist()
+        for copy in self.pending:
+            mine = np.flatnonzero(copy.lanes == lane)
+            if copy.position == position and copy.number < before and mine.size:
+                group, site = int(copy.groups[mine[0]]), self.shared.marks.log.site(at)
+                return missed_by_wait("cp.async.commit_group", group, committed, allowed, site)
+        return NOT_WAITED
 
     def complete(self, lanes: np.ndarray, before: int) -> None:
         """Completes the copies that lanes had issued before execution `before`."""

@@ -82,7 +82,7 @@ class Phases:
         self._refused: dict[tuple[int, int], np.ndarray] = {}
         # Weakly, as all that belongs to a batch: it is gone as soon as the batch is.
         weak = proxy(self)
-        shared.marks.explain = lambda agent, lane: weak._explain(agent, lane)
+        shared.marks.stories.append(lambda agent, lane, position: weak._explain(agent, lane))
 
     def address_of(self, where: int) -> int:
         """The shared address of an object in its block."""
@@ -108,6 +108,7 @@ class Phases:
         self, position: int, lanes: np.ndarray, places: np.ndarray, counts: np.ndarray
     ) -> None:
         """mbarrier.init by lanes, each at its place in `shared.data`."""
+        lanes, places, counts = self._once("make", position, lanes, places, counts)
         new = np.ones(lanes.size, bool)
         makers = {lane: self._maker(lane) for lane in lanes.tolist()}
         now = self.order.now
@@ -133,6 +134,23 @@ class Phases:
             self.order.acquire(np.array([lane]), [self.order.agent_knowledge(maker)])
         self.version += 1
 
+    def _once(
+        self, verb: str, position: int, lanes: np.ndarray, places: np.ndarray, *more: np.ndarray
+    ) -> list[np.ndarray]:
+        """The first lane of those that name one place, with the place; the others are reported."""
+        _, first, counts = np.unique(places, return_index=True, return_counts=True)
+        for i, n in zip(first.tolist(), counts.tolist(), strict=True):
+            if n > 1:
+                self.log.report(
+                    MbarrierError,
+                    f"{n} lanes of this instruction {verb} the same object: elect one",
+                    position,
+                    self.shared.geometry.thread(int(lanes[i])),
+                    self.address_of(int(places[i])),
+                    n,
+                )
+        return [array[np.sort(first)] for array in (lanes, places, *more)]
+
     def fence(self, lanes: np.ndarray) -> None:
         """fence.mbarrier_init by lanes: a relaxed arrival at the cluster's barrier makes known the
         objects that they made before (PTX ISA 9.0, "membar/fence")."""
@@ -146,6 +164,7 @@ class Phases:
 
     def inval(self, position: int, lanes: np.ndarray, places: np.ndarray) -> None:
         """mbarrier.inval by lanes."""
+        lanes, places = self._once("end", position, lanes, places)
         for lane, where in zip(lanes.tolist(), places.tolist(), strict=True):
             if self.find(position, np.array([lane]), where) is not None:
                 del self.objects[where]
@@ -175,7 +194,12 @@ class Phases:
             if found is None:
                 continue
             state, sums = found.state, counts[chosen]
-            with self._reported(position, int(mine[0]), where):
+            advice = ""
+            if mine.size > 1:
+                advice = (
+                    f"\n    {mine.size} lanes of this instruction arrive: elect one, or count them"
+                )
+            with self._reported(position, int(mine[0]), where, advice):
                 # One after the other, each sees what is pending before it arrives.
                 before = np.cumsum(sums) - sums
                 states[chosen] = np.uint64(state.state) - before.astype(np.uint64)
@@ -366,15 +390,16 @@ class Phases:
         return found
 
     @contextmanager
-    def _reported(self, position: int, lane: int, where: int) -> Iterator[None]:
-        """Makes a fault of misuse."""
+    def _reported(self, position: int, lane: int, where: int, advice: str = "") -> Iterator[None]:
+        """Makes a fault of misuse. `advice`: the last line of its text."""
         try:
             yield
         except MbarrierMisuse as misuse:
             found = self.objects.get(where)
             detail = str(misuse) if found is None else f"{misuse}\n    {found.state}"
             thread = self.shared.geometry.thread(lane)
-            self.log.report(MbarrierError, detail, position, thread, self.address_of(where))
+            address = self.address_of(where)
+            self.log.report(MbarrierError, detail + advice, position, thread, address)
 
     # -- words -------------------------------------------------------------------------------------
 

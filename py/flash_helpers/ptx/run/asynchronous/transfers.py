@@ -13,11 +13,13 @@ operations unless a thread waited for one).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from weakref import proxy
 
 import numpy as np
 
+from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import OverlappingStoresLint, PendingCopyError
 from flash_helpers.ptx.run.asynchronous.pending import AsyncCopies
 from flash_helpers.ptx.run.asynchronous.phases import Phases
@@ -26,6 +28,7 @@ from flash_helpers.ptx.run.memory.regions import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.watch.agents import AgentAccess
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
+from flash_helpers.ptx.run.watch.marks import missed_by_wait
 from flash_helpers.ptx.run.watch.order import Knowledge, join
 from flash_helpers.ptx.run.watch.poison import Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
@@ -35,6 +38,8 @@ CHANCE = 0.25
 
 _STORED, _REDUCED = 1, 2
 """Mark on a byte of global memory: a copy, or a reduction, may still write it."""
+
+_NOT_WAITED = "no thread has waited for it"
 
 Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -46,7 +51,7 @@ class Load:
     `lane`, `position`: the lane that issued it, and the instruction. `where`: place of the mbarrier
     object that counts its bytes. `phase`: the phase of that object at the time of issue. `block`:
     the block whose memory it fills. `rows`: rows of `shared.words(unit)` that it writes. `read`:
-    returns the data to write. `size`: its bytes.
+    returns the data to write. `size`: its bytes, those of equal copies by further lanes included.
 
     `accesses`: accesses of the copy to shared memory. `piece`: piece of global memory that it
     reads; None if it reads none. `source`: granules of shared memory that it reads, and which of
@@ -81,34 +86,53 @@ class Arrival:
     known: Knowledge
 
 
-@dataclass
+@dataclass(eq=False)
 class Store:
-    """A copy out of shared memory, or a reduction.
+    """Equal copies out of shared memory, or reductions, that lanes of one warp have issued
+    together.
 
-    `target`: its place in global memory. `dtype`, `reduction`: the operation that combines the
-    elements there with the new ones; None for a copy. `data`: the data that it has read; None
-    before that. `known`: knowledge of lanes that have waited for the read.
+    `number`: number of stores and waits before it. `target`: its place in global memory. `dtype`,
+    `reduction`: the operation that combines the elements there with the new ones; None for a copy.
+    `access`: its read of shared memory; None once the lanes have waited for that. `data`: the data
+    that it has read; None before that.
     """
 
-    lane: int
+    lanes: np.ndarray
     position: int
+    number: int
     chunks: np.ndarray
     target: Box | Span
     dtype: np.dtype
     reduction: Reduction | None
-    access: AgentAccess
+    access: AgentAccess | None
     data: np.ndarray | None = None
-    known: Knowledge | None = None
     is_written: bool = False
 
 
 @dataclass
 class _Groups:
-    """Stores of one lane: the stores not committed, and the stores of each group, the oldest group
-    first."""
+    """Stores of one lane: those not committed, and those of each group that may be going on, the
+    oldest group first. `total`: groups committed so far. `n_read`: how many of them, the oldest,
+    have read shared memory. `waited`: of the last wait, its position, the groups that it left
+    pending, `total`, and the number of stores and waits before it."""
 
     open: list[Store] = field(default_factory=list)
     committed: list[list[Store]] = field(default_factory=list)
+    total: int = 0
+    n_read: int = 0
+    waited: tuple[int, int, int, int] = (0, 0, 0, -1)
+
+    def due(self, allowed: int, *, is_read_only: bool) -> list[list[Store]]:
+        """The groups that a wait completes; a wait for reads leaves out those that have read."""
+        first = self.total - len(self.committed)
+        begin = max(self.n_read - first, 0) if is_read_only else 0
+        return self.committed[begin : max(len(self.committed) - allowed, 0)]
+
+    def number_of(self, store: Store) -> int:
+        """The group of a store, which may be the one that is not committed."""
+        first = self.total - len(self.committed)
+        of = (first + i for i, group in enumerate(self.committed) if store in group)
+        return next(of, self.total)
 
 
 @dataclass(eq=False, repr=False)
@@ -128,7 +152,13 @@ class Transfers:
     def __post_init__(self) -> None:
         self.incoming: list[Load | Arrival] = []
         """For mbarrier objects, the oldest first."""
+        self.outgoing: list[Store] = []
+        """Copies out of shared memory that their lanes have not waited for, the oldest first."""
         self.groups: dict[int, _Groups] = defaultdict(_Groups)
+        self._number = 0
+        weak = proxy(self)
+        stories = self.shared.marks.stories
+        stories.append(lambda agent, lane, position: weak._explain(agent, position))
         self._written = np.zeros(0, np.uint8)
         """For each byte of global memory, marks of the stores that were not waited for."""
 
@@ -145,10 +175,11 @@ class Transfers:
         issued: Knowledge,
         source: np.ndarray | None = None,
         piece: Box | Span | None = None,
+        copies: int = 1,
     ) -> None:
         """Begins a copy into shared memory, with the fields of `Load`. `issued`: the knowledge of
         its thread. `source`: rows that it reads, if they are in shared memory too. `piece`: piece
-        of global memory that it reads."""
+        of global memory that it reads. `copies`: lanes that make the same copy."""
         if piece is not None:
             self._check_load(position, lane, piece)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
@@ -167,29 +198,26 @@ class Transfers:
                 lints.copy_out(origin)
         found = self.phases.find(position, lanes, where)
         phase = 0 if found is None else found.state.phase
-        block, size = where // self.shared.stride, rows.size * unit
+        block, size = where // self.shared.stride, rows.size * unit * copies
         begun = (lane, position, where, phase, block, unit, rows, size, read, accesses)
         self.incoming.append(Load(*begun, piece, read_from))
 
     def store(
         self,
         position: int,
-        lane: int,
+        lanes: np.ndarray,
         chunks: np.ndarray,
         target: Box | Span,
         dtype: np.dtype,
         reduction: Reduction | None,
     ) -> None:
-        """Begins a copy out of shared memory, with the fields of `Store`."""
-        self._check_store(position, lane, target, is_reduction=reduction is not None)
-        geometry, order = self.shared.geometry, self.shared.order
-        lanes, granules = np.array([lane]), self._granules(chunks, CHUNK)
-        thread = geometry.thread(lane)
-        name = f"bulk stores of warp {thread.warp} lane {thread.lane}"
-        agent = order.agent(geometry.block_of(lane), name)
-        issued = order.knowledge(lanes)
+        """Begins the same copy out of shared memory for lanes of one warp, with the fields of
+        `Store`."""
+        self._check_store(position, int(lanes[0]), target, is_reduction=reduction is not None)
+        granules = self._granules(chunks, CHUNK)
+        issued = self.shared.order.knowledge_of_each(lanes)
         (access,), unwritten = self.shared.agents.begin_read(
-            position, np.array([agent]), lanes, [issued], granules[None]
+            position, np.array([self._agent(lanes)]), lanes[:1], [issued], granules[None]
         )
         if self.lints is not None:
             self.lints.copy_out(granules)
@@ -198,14 +226,28 @@ class Transfers:
             inside = np.logical_not(target.filled.reshape(granules.size, -1).all(axis=1))
         self.poison.copied_out(
             position,
-            lane,
+            lanes,
             granules[inside],
             granules[inside] * self.shared.granule % self.shared.stride,
             None if unwritten is None else unwritten[0][inside],
         )
-        self.groups[lane].open.append(
-            Store(lane, position, chunks, target, dtype, reduction, access)
-        )
+        begun = (lanes, position, self._number, chunks, target, dtype, reduction, access)
+        store = Store(*begun)
+        self._number += 1
+        self.outgoing.append(store)
+        for lane in lanes.tolist():
+            self.groups[lane].open.append(store)
+
+    def _agent(self, lanes: np.ndarray) -> int:
+        """The agent of the stores that lanes of one warp issue together."""
+        threads = [self.shared.geometry.thread(lane) for lane in lanes.tolist()]
+        of = f"lane {threads[0].lane}"
+        if len(threads) == WARP:
+            of = "all lanes"
+        elif len(threads) > 1:
+            of = f"lanes {', '.join(str(thread.lane) for thread in threads)}"
+        name = f"bulk stores of warp {threads[0].warp} {of}"
+        return self.shared.order.agent_of_lanes(lanes, name)
 
     def arrive(self, position: int, lanes: np.ndarray, places: np.ndarray, *, adds: bool) -> None:
         """cp.async.mbarrier.arrive by lanes. `adds`: whether the object waits for one more arrival
@@ -229,12 +271,13 @@ class Transfers:
 
     def _check_load(self, position: int, lane: int, piece: Box | Span) -> None:
         """Reports a copy that reads bytes which a store may still write."""
-        if not self.groups or piece.is_outside or not self._marks(piece).any():
+        if not self.outgoing or piece.is_outside or not self._marks(piece).any():
             return
-        for store in self._stores():
+        for store in self.outgoing:
             address = first_common(piece, store.target)
             if address is not None:
-                self._report(position, lane, address, "read", "writes", store.position)
+                what, why = ("read", "writes"), self._why_pending(store)
+                self._report(position, lane, address, what, store.position, why)
                 return
 
     def _check_store(
@@ -248,11 +291,12 @@ class Transfers:
             if isinstance(load, Load) and load.piece is not None:
                 address = first_common(target, load.piece)
                 if address is not None:
-                    self._report(position, lane, address, "write", "reads", load.position)
+                    what = ("write", "reads")
+                    self._report(position, lane, address, what, load.position, _NOT_WAITED)
                     return
         marks = self._marks(target)
         if self.lints is not None and (marks & (_STORED if is_reduction else 0xFF)).any():
-            for store in self._stores():
+            for store in self.outgoing:
                 address = first_common(target, store.target)
                 if address is not None and not (is_reduction and store.reduction is not None):
                     self.log.lint(
@@ -268,12 +312,13 @@ class Transfers:
         marks |= _REDUCED if is_reduction else _STORED
 
     def _report(
-        self, position: int, lane: int, address: int, action: str, does: str, other: int
+        self, position: int, lane: int, address: int, what: tuple[str, str], other: int, why: str
     ) -> None:
+        action, does = what
         self.log.report(
             PendingCopyError,
             f"{action} of global memory, which a bulk copy {does}, issued at "
-            f"{self.log.site(other)}\n    no thread has waited for it",
+            f"{self.log.site(other)}\n    {why}",
             position,
             self.shared.geometry.thread(lane),
             address,
@@ -290,33 +335,78 @@ class Transfers:
         for lane in lanes.tolist():
             groups = self.groups[lane]
             groups.committed.append(groups.open)
+            groups.total += 1
             groups.open = []
 
-    def wait(self, lanes: np.ndarray, allowed: int, *, is_read_only: bool) -> None:
+    def wait(self, position: int, lanes: np.ndarray, allowed: int, *, is_read_only: bool) -> None:
         """cp.async.bulk.wait_group: completes all but the newest groups of each lane, or makes them
         read shared memory."""
+        due: dict[Store, list[int]] = {}
         for lane in lanes.tolist():
             if lane not in self.groups:
                 continue
-            groups = self.groups[lane].committed
-            done = groups[: max(len(groups) - allowed, 0)]
-            known = [self._read(store) for group in done for store in group]
-            if known:
-                self.shared.order.acquire(np.array([lane]), known)
+            groups = self.groups[lane]
+            for group in groups.due(allowed, is_read_only=is_read_only):
+                for store in group:
+                    due.setdefault(store, []).append(lane)
+        for store, waiting in due.items():
+            if len(waiting) < store.lanes.size:
+                store = self._part(store, np.array(waiting))
+            self._read(store)
+            if store.access is not None:
+                self.shared.agents.end_for_lanes(store.access)
+                store.access = None
             if not is_read_only:
-                for group in done:
-                    for store in group:
-                        self._write(store)
-                        if not store.target.is_outside:
-                            self._marks(store.target)[...] = 0
-            # Without the stores that nothing is left to wait for.
-            kept = [[s for s in group if not s.is_written] for group in done]
-            self.groups[lane].committed = kept + groups[len(done) :]
+                self._write(store)
+                self.outgoing.remove(store)
+                if not store.target.is_outside:
+                    self._marks(store.target)[...] = 0
+        for lane in lanes.tolist():
+            if lane in self.groups:
+                groups = self.groups[lane]
+                groups.waited = position, allowed, groups.total, self._number
+                groups.n_read = max(groups.n_read, groups.total - allowed)
+                if not is_read_only:
+                    del groups.committed[: max(len(groups.committed) - allowed, 0)]
+        self._number += 1
+
+    def _part(self, store: Store, lanes: np.ndarray) -> Store:
+        """Makes a store of its own of the copies of some of a store's lanes, and returns it."""
+        part = replace(store, lanes=lanes)
+        store.lanes = np.setdiff1d(store.lanes, lanes)
+        if store.access is not None:
+            agents = [self._agent(store.lanes), self._agent(lanes)]
+            store.access, part.access = self.shared.agents.share_out(store.access, agents)
+        self.outgoing.append(part)
+        for lane in lanes.tolist():
+            for group in (*self.groups[lane].committed, self.groups[lane].open):
+                group[:] = [part if each is store else each for each in group]
+        return part
+
+    def _why_pending(self, store: Store) -> str:
+        """Text for a store that its lanes have not waited for, or not enough."""
+        groups = self.groups[int(store.lanes[0])]
+        position, allowed, total, number = groups.waited
+        if number < store.number:
+            return _NOT_WAITED
+        site, group = self.log.site(position), groups.number_of(store)
+        if group < total - allowed:
+            return f"the wait at {site}\n    waits for its reads of shared memory only (.read)"
+        return missed_by_wait("cp.async.bulk.commit_group", group, total, allowed, site)
+
+    def _explain(self, agent: int, position: int) -> str:
+        """Text for a lane that overwrites what a store reads, if a wait has missed the store."""
+        for store in self.outgoing:
+            access = store.access
+            if access is not None and (access.agent, access.position) == (agent, position):
+                why = self._why_pending(store)
+                return "" if why == _NOT_WAITED else f"\n    {why}"
+        return ""
 
     @property
     def is_busy(self) -> bool:
         """Whether copies may be pending."""
-        return bool(self.incoming or self.groups)
+        return bool(self.incoming or self.outgoing)
 
     # -- doing -------------------------------------------------------------------------------------
 
@@ -339,7 +429,7 @@ class Transfers:
         """Does pending work at random."""
         if self.random is None or self.random.random() > CHANCE:
             return
-        stores = [s for s in self._stores() if not s.is_written]
+        stores = [s for s in self.outgoing if not s.is_written]
         n = len(self.incoming) + len(stores)
         if not n:
             return
@@ -372,8 +462,8 @@ class Transfers:
                     found = load.piece.holds(addresses, size)
                     if found.any():
                         site = self.log.site(load.position)
-                        hit, text = hit | found, f"reads, issued at {site}\n    "
-        for store in self._stores():
+                        hit, text = hit | found, f"reads, issued at {site}\n    {_NOT_WAITED}"
+        for store in self.outgoing:
             if store.is_written or (is_atomic and store.reduction is not None):
                 continue
             if not is_near(store.target):
@@ -381,23 +471,20 @@ class Transfers:
             found = store.target.holds(addresses, size)
             if found.any():
                 site = self.log.site(store.position)
-                hit, text = hit | found, f"writes, issued at {site}\n    "
+                why = self._why_pending(store)
+                hit, text = hit | found, f"writes, issued at {site}\n    {why}"
         return hit, text
 
     def finish(self) -> None:
         """Completes the copies that no thread has waited for, after all threads have ended."""
         self.incoming.clear()
-        for store in self._stores():
+        for store in self.outgoing:
             self._read(store)
             self._write(store)
+        self.outgoing.clear()
         self.groups.clear()
         if self.lints is not None:
             self.lints.finish()
-
-    def _stores(self) -> Iterator[Store]:
-        for groups in self.groups.values():
-            for group in (*groups.committed, groups.open):
-                yield from group
 
     def _complete(self, one: Load | Arrival) -> None:
         if isinstance(one, Load):
@@ -421,11 +508,9 @@ class Transfers:
         known = self.shared.order.agent_knowledge(load.accesses[0].agent)
         self.phases.complete(load.position, load.lane, load.where, load.size, known, load.phase)
 
-    def _read(self, store: Store) -> Knowledge:
-        if store.known is None:
+    def _read(self, store: Store) -> None:
+        if store.data is None:
             store.data = self.shared.words(CHUNK)[store.chunks].reshape(-1).view(np.uint8)
-            store.known = self.shared.agents.end(store.access)
-        return store.known
 
     def _write(self, store: Store) -> None:
         if store.is_written:
@@ -436,4 +521,8 @@ class Transfers:
         assert store.data is not None
         at = store.target.view(self.memory.words(1), ARENA_BASE, store.dtype)
         new = store.target.inside(store.data.view(store.dtype))
-        at[...] = new if store.reduction is None else store.reduction(at, new)
+        if store.reduction is None:
+            at[...] = new
+        else:
+            for _ in store.lanes:
+                at[...] = store.reduction(at, new)

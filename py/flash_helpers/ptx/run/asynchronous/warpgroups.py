@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import proxy
 
 import numpy as np
 
@@ -100,6 +101,9 @@ class Warpgroups:
         self._reads: dict[int, list[tuple[int, AgentAccess]]] = defaultdict(list)
         # Up to when the reads of each owner are over.
         self._over = np.zeros(int(self._owner_of.max()) + 1, np.int64)
+        weak = proxy(self)
+        stories = self.shared.marks.stories
+        stories.append(lambda agent, lane, position: weak._explain(agent, position))
 
     # -- instructions ------------------------------------------------------------------------------
 
@@ -141,7 +145,7 @@ class Warpgroups:
         np.maximum.at(limits, owners, targets)
         self._compute(limits)
         self._early, _ = self._parted(self._early, limits)
-        self.registers.waited(warps, targets)
+        self.registers.waited(position, warps, self.committed[warps], allowed)
         if self.lints is not None:
             self.lints.wait(warps, targets)
         for owner in np.unique(owners).tolist():
@@ -197,6 +201,7 @@ class Warpgroups:
             open_ = np.isin(issue.warps, warps)
             if open_.any():
                 text = "no wgmma.wait_group has waited for this when its warp ends"
+                text += self._why_pending(issue, int(issue.warps[open_.argmax()]))
                 position = issue.product.position
                 self._report(UnfinishedError, text, position, issue.warps, open_)
                 for owner in np.unique(self._owner_of[issue.warps[open_]]).tolist():
@@ -359,6 +364,17 @@ class Warpgroups:
         return left, before
 
     # -- what is said of it ------------------------------------------------------------------------
+
+    def _why_pending(self, issue: Issue, warp: int) -> str:
+        return self.registers.why_pending(int(issue.product.d_fragments[0]), warp)
+
+    def _explain(self, agent: int, position: int) -> str:
+        """Text for a lane that overwrites what a product reads, if a wait has missed it."""
+        for issue in self._issued:
+            agents = [self._agent(owner) for owner in self._owner_of[issue.warps].tolist()]
+            if issue.product.position == position and agent in agents:
+                return self._why_pending(issue, int(issue.warps[agents.index(agent)]))
+        return ""
 
     def _report_descriptors(self, issue: Issue, found: np.ndarray, wrong: np.ndarray) -> None:
         i = int(wrong.argmax())

@@ -27,6 +27,7 @@ from flash_helpers.ptx.read.flow import Program, is_wgmma
 from flash_helpers.ptx.read.module import Immediate, Operand, Register, Vector, parts
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.marks import missed_by_wait
 
 Fragments = np.ndarray
 """Indices of fragments."""
@@ -66,8 +67,10 @@ class RegisterWatch:
         self._touched = np.zeros(shape, np.int64)
         self._access = np.zeros(shape, np.int64)
         self._fenced = np.full(geometry.warps, -1)
-        # Groups that each warp has waited for.
+        # Groups that each warp has waited for; and of its last wait: when, where, groups left and
+        # groups committed before.
         self._waited = np.zeros(geometry.warps, np.int64)
+        self._waits = np.full((4, geometry.warps), -1)
 
     def fragments(self, operands: Iterable[Operand]) -> Fragments:
         """The fragments that operands name."""
@@ -102,9 +105,12 @@ class RegisterWatch:
         self._fenced[warps] = self._now
         self._now += 1
 
-    def waited(self, warps: np.ndarray, groups: np.ndarray) -> None:
-        """Warps have waited for all of their groups before these."""
-        self._waited[warps] = np.maximum(self._waited[warps], groups)
+    def waited(self, position: int, warps: np.ndarray, committed: np.ndarray, left: int) -> None:
+        """Warps have waited for all but so many of the groups that they have committed."""
+        self._waited[warps] = np.maximum(self._waited[warps], committed - left)
+        for values, value in zip(self._waits, (self._now, position, left, committed), strict=True):
+            values[warps] = value
+        self._now += 1
 
     def touch(self, position: int, warps: np.ndarray) -> None:
         """Threads of warps execute the first access to some fragments."""
@@ -152,6 +158,16 @@ class RegisterWatch:
 
     # -- what is said of it ------------------------------------------------------------------------
 
+    def why_pending(self, fragment: int, warp: int) -> str:
+        """Text for the newest product of a warp that uses a fragment, if a wait of the warp has
+        missed it."""
+        when, at, left, committed = self._waits[:, warp].tolist()
+        if self._issued[fragment, warp] > when:
+            return ""
+        group, site = int(self._group[fragment, warp]), self._log.site(at)
+        missed = missed_by_wait("wgmma.commit_group", group, committed, left, site)
+        return f":\n    {missed}"
+
     def _check(
         self,
         kind: type[SimulatorError],
@@ -168,7 +184,7 @@ class RegisterWatch:
         fragment, warp = fragments[i], warps[j]
         what = "an accumulator" if self._accumulates[fragment, warp] else "the A"
         site = self._log.site(int(self._product[fragment, warp]))
-        late = "before it has waited for that"
+        late = f"before it has waited for that{self.why_pending(int(fragment), int(warp))}"
         if kind is WgmmaFenceError:
             late = "with no wgmma.fence since"
         name = self._name(position, int(fragment))

@@ -143,14 +143,16 @@ class Tally:
             counts.global_sectors += _distinct((warps << 48) + sectors)
         counts.global_bytes += sectors.size * size
 
-    def bulk_copy(self, position: int, size: int, sectors: int, *, is_request: bool) -> None:
-        """Counts a copy by a lane. `size`: bytes of shared memory. `sectors`: sectors of global
-        memory. `is_request`: it is the first copy of its warp's execution."""
+    def bulk_copy(
+        self, position: int, size: int, sectors: int, copies: int, *, is_request: bool
+    ) -> None:
+        """Counts equal copies by lanes of a warp. `size`: bytes of shared memory. `sectors`:
+        sectors of global memory. `is_request`: they are the first of their warp's execution."""
         counts = self.accesses[position]
         counts.tma_requests += is_request
-        counts.tma_boxes += 1
-        counts.tma_bytes += size
-        counts.tma_sectors += sectors
+        counts.tma_boxes += copies
+        counts.tma_bytes += copies * size
+        counts.tma_sectors += copies * sectors
 
     def executed(self) -> Iterator[tuple[int, Counts]]:
         """Positions and counts of the instructions that some warp executed."""

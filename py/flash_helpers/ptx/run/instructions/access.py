@@ -245,13 +245,12 @@ class Port:
     def _check_sources(self, action: str, addresses: np.ndarray, selection: Selection) -> None:
         """Reports writes to global memory that a pending copy reads."""
         machine = self.machine
-        hit, position = machine.copies.sources_at(addresses, self.size)
-        if position is not None:
+        hit, text = machine.copies.sources_at(addresses, self.size)
+        if text:
             first = int(np.flatnonzero(hit)[0])
             machine.log.report(
                 PendingCopyError,
-                f"{action} of {self.size} bytes of global memory, which the cp.async at "
-                f"{machine.log.site(position)}\n    reads: its thread has not waited for it",
+                f"{action} of {self.size} bytes of global memory, which the cp.async at {text}",
                 self.position,
                 machine.geometry.thread(machine.lanes_of(selection)[first]),
                 int(addresses[first]),
@@ -268,8 +267,7 @@ class Port:
             first = int(np.flatnonzero(hit)[0])
             self.machine.log.report(
                 PendingCopyError,
-                f"{action} of {self.size} bytes of global memory, which a bulk copy {text}"
-                "no thread has waited for it",
+                f"{action} of {self.size} bytes of global memory, which a bulk copy {text}",
                 self.position,
                 self.machine.geometry.thread(self.machine.lanes_of(selection)[first]),
                 int(addresses[first]),

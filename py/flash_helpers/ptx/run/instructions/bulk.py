@@ -1,13 +1,14 @@
 """Bulk copies: cp.async.bulk, with tensor maps and without, and cp.reduce.async.bulk (PTX ISA 9.0,
 "Data Movement and Conversion Instructions: Bulk copy" and "Tensor copy").
 
-Each lane that executes one issues one copy, independent of the other lanes. Operands that the ISA
-leaves undefined are a fault, and the copy is not made.
+Each lane that executes one issues one copy, independent of the other lanes. Lanes of a warp with
+equal operands are taken together: what one lane should do, all lanes of many kernels do. Operands
+that the ISA leaves undefined are a fault, and the copy is not made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -17,9 +18,19 @@ from flash_helpers.ptx.errors import (
     BulkCopyError,
     MisalignedError,
     OutOfBoundsError,
+    RaceError,
+    RepeatedWorkLint,
     SimulatorError,
 )
-from flash_helpers.ptx.read.module import Address, Immediate, Instruction, Operand
+from flash_helpers.ptx.read.module import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Register,
+    Special,
+    parts,
+)
 from flash_helpers.ptx.read.types import size_of
 from flash_helpers.ptx.run.asynchronous.transfers import Reduction
 from flash_helpers.ptx.run.instructions.access import (
@@ -66,10 +77,10 @@ class _Refused(Exception):
         self.detail = detail
         self.address = address
 
-    def report(self, machine: Machine, position: int, lane: int) -> None:
-        """Makes a fault of it."""
+    def report(self, machine: Machine, position: int, lane: int, count: int = 1) -> None:
+        """Makes a fault of it. `count`: lanes that ask for the same copy."""
         thread = machine.geometry.thread(lane)
-        machine.log.report(self.kind, self.detail, position, thread, self.address)
+        machine.log.report(self.kind, self.detail, position, thread, self.address, count)
 
 
 def _bulk(machine: Machine, instruction: Instruction) -> Action:
@@ -147,10 +158,13 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     allowed = groups.integer if isinstance(groups, Immediate) else None
     if allowed is None or allowed < 0:
         raise machine.unsupported("the number of groups must be a literal")
-    wait, is_read_only = machine.transfers.wait, instruction.has("read")
-    return machine.from_some(
-        lambda selection: wait(machine.lanes_of(selection), allowed, is_read_only=is_read_only)
-    )
+    position, is_read_only = machine.position, instruction.has("read")
+
+    def run_some(selection: Selection) -> None:
+        lanes = machine.lanes_of(selection)
+        machine.transfers.wait(position, lanes, allowed, is_read_only=is_read_only)
+
+    return machine.from_some(run_some)
 
 
 class _Copy:
@@ -225,7 +239,8 @@ class _Copy:
         self._end()
         machine, shared = self.machine, self.machine.shared
 
-        def issue(lane: int, lanes: np.ndarray) -> _Traffic | None:
+        def issue(alike: np.ndarray) -> _Traffic | None:
+            lane, lanes = int(alike[0]), alike[:1]
             place = int(to(lanes)[0])
             mine, wheres, _ = objects(lanes)
             if not mine.size:
@@ -253,12 +268,14 @@ class _Copy:
                     return shared.words(CHUNK)[source]
                 return piece.read(machine.memory.words(1), ARENA_BASE)
 
+            if alike.size > 1:
+                self._report_alike(alike, place)
             issued = shared.order.knowledge(lanes)
             destinations = self._destinations(lanes, mask, place)
             for by in destinations:
                 to_object, to_chunks = by * shared.stride, by * (shared.stride // CHUNK)
                 begun = (self.position, lane, where + to_object, CHUNK, chunks + to_chunks)
-                machine.transfers.load(*begun, read, issued, source, piece)
+                machine.transfers.load(*begun, read, issued, source, piece, alike.size)
             sectors, times = 0 if piece is None else piece.sectors, len(destinations)
             return times * chunks.size * CHUNK, times * sectors
 
@@ -283,7 +300,8 @@ class _Copy:
                     raise self.machine.unsupported(f"{operation} has the types {', '.join(types)}")
         transfers = self.machine.transfers
 
-        def issue(lane: int, lanes: np.ndarray) -> _Traffic:
+        def issue(alike: np.ndarray) -> _Traffic:
+            lanes = alike[:1]
             place, element = int(start(lanes)[0]), type_name
             target: Box | Span
             if self.is_tensor:
@@ -297,7 +315,8 @@ class _Copy:
                 chunks = self._chunks(place, count)
                 target = self._span(int(to(lanes)[0]), count)
             reduction = None if operation is None else _reduction(operation, element)
-            transfers.store(self.position, lane, chunks, target, dtype_of(element), reduction)
+            transfers.store(self.position, alike, chunks, target, dtype_of(element), reduction)
+            self._lint_alike(alike)
             return chunks.size * CHUNK, target.sectors
 
         return self._each(issue)
@@ -310,33 +329,66 @@ class _Copy:
             start, size = addresses_of(self.machine, self._next()), self._size()
         self._end()
 
-        def issue(lane: int, lanes: np.ndarray) -> _Traffic:
+        def issue(alike: np.ndarray) -> _Traffic:
+            lanes = alike[:1]
             if self.is_tensor:
                 box(lanes)
             else:
                 count = size(lanes)
                 self._span(int(start(lanes)[0]), count)
+            self._lint_alike(alike)
             return 0, 0
 
         return self._each(issue)
 
-    def _each(self, issue: Callable[[int, np.ndarray], _Traffic | None]) -> Action:
-        """Lanes issue copies one after the other. `issue`: returns None if it made none."""
+    def _each(self, issue: Callable[[np.ndarray], _Traffic | None]) -> Action:
+        """Lanes issue copies one after the other, those of a warp with equal operands together.
+        `issue`: returns None if it made none."""
         machine, position = self.machine, self.position
+        named = {o for operand in self.instruction.operands for o in parts(operand)}
+        operands = [
+            machine.register(o) if isinstance(o, Register) else machine.special(o.name)
+            for o in named
+            if isinstance(o, Register | Special)
+        ]
 
         def run_some(selection: Selection) -> None:
             warps = set()
-            for lane in machine.lanes_of(selection).tolist():
+            for lanes in _alike(machine.lanes_of(selection), operands):
                 try:
-                    traffic = issue(lane, np.array([lane]))
+                    traffic = issue(lanes)
                     if traffic is not None:
-                        is_request = lane // WARP not in warps
-                        warps.add(lane // WARP)
-                        machine.tally.bulk_copy(position, *traffic, is_request=is_request)
+                        warp = int(lanes[0]) // WARP
+                        machine.tally.bulk_copy(
+                            position, *traffic, lanes.size, is_request=warp not in warps
+                        )
+                        warps.add(warp)
                 except _Refused as refusal:
-                    refusal.report(machine, position, lane)
+                    refusal.report(machine, position, int(lanes[0]), lanes.size)
 
         return machine.from_some(run_some)
+
+    def _report_alike(self, lanes: np.ndarray, place: int) -> None:
+        """Reports lanes that copy the same bytes to the same place in shared memory."""
+        address = place % self.machine.shared.stride
+        self.machine.log.report(
+            RaceError,
+            f"write of shared address {address} by {lanes.size} copies in no order:\n"
+            f"    {lanes.size} lanes of this instruction do the same: elect one",
+            self.position,
+            self.machine.geometry.thread(int(lanes[0])),
+            address,
+            lanes.size,
+        )
+
+    def _lint_alike(self, lanes: np.ndarray) -> None:
+        if lanes.size > 1 and self.machine.launch.lints:
+            self.machine.log.lint(
+                RepeatedWorkLint,
+                f"{lanes.size} lanes of this instruction do the same: elect one",
+                self.position,
+                self.machine.geometry.thread(int(lanes[0])),
+            )
 
     # -- shared memory -----------------------------------------------------------------------------
 
@@ -461,6 +513,18 @@ class _Copy:
         except ValueError as error:
             detail = f"at {address:#x}, in {region} memory: {error}"
             raise _Refused(BulkCopyError, detail, address) from None
+
+
+def _alike(lanes: np.ndarray, operands: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Lanes in their order, those of one warp together whose operands are equal."""
+    if lanes.size == 1:
+        yield lanes
+        return
+    groups: dict[tuple[int, ...], list[int]] = {}
+    columns = zip(lanes.tolist(), *(operand[lanes].tolist() for operand in operands), strict=True)
+    for lane, *values in columns:
+        groups.setdefault((lane // WARP, *values), []).append(lane)
+    yield from map(np.array, groups.values())
 
 
 _RANKS = ("1d", "2d", "3d", "4d", "5d")

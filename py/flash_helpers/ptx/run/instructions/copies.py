@@ -20,18 +20,18 @@ def _cp(machine: Machine, instruction: Instruction) -> Action:
     counts = {"commit_group": (0,), "wait_group": (1,), "wait_all": (0,)}.get(what, (3, 4, 5))
     if len(instruction.operands) not in counts:
         raise machine.unsupported(f"{len(instruction.operands)} operands")
-    copies = machine.copies
+    copies, position = machine.copies, machine.position
     if what == "commit_group":
         return machine.from_some(copies.commit)
     if what == "wait_all":
-        return machine.from_some(lambda selection: copies.wait(selection, None))
+        return machine.from_some(lambda selection: copies.wait(position, selection, None))
     if what == "wait_group":
         groups = instruction.operands[0]
         count = groups.integer if isinstance(groups, Immediate) else None
         if count is None or count < 0:
             raise machine.unsupported("the number of groups must be a literal")
         allowed = min(count, 1 << 31)  # more than a thread can have
-        return machine.from_some(lambda selection: copies.wait(selection, allowed))
+        return machine.from_some(lambda selection: copies.wait(position, selection, allowed))
     return _copy(machine, instruction)
 
 

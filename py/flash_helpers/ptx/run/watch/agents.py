@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from flash_helpers.ptx.run.watch.marks import (
     Marks,
     missing_between,
     object_made_at,
-    will_write,
 )
 from flash_helpers.ptx.run.watch.order import Knowledge
 from flash_helpers.ptx.run.watch.presence import Presence
@@ -130,14 +129,40 @@ class AgentWatch:
             self._check_history(access, self.marks.histories[name])
         codes = self._pending_codes(access)
         for agent, mine, code in zip(agents.tolist(), granules, codes.tolist(), strict=True):
-            if agent not in self.marks.agent_reads:
-                self.marks.agent_reads[agent] = np.zeros_like(self.marks.written)
-            self.marks.agent_reads[agent][mine] = code
+            self._reads_of(agent)[mine] = code
         unwritten = self.marks.written[granules] == UNWRITTEN
         return self._begun(access, codes), unwritten if unwritten.any() else None
 
     def end(self, access: AgentAccess) -> Knowledge:
         """Ends an agent's accesses; returns the knowledge of lanes that have waited for them."""
+        self._mark_end(access)
+        self._ended[access.agent, access.block] = self.order.now, access
+        return self.order.agent_knowledge(access.agent, access.issued)
+
+    def end_for_lanes(self, access: AgentAccess) -> None:
+        """Ends the read of an agent of lanes, which have all waited for it."""
+        self._mark_end(access)
+        self.order.now += 1
+
+    def share_out(self, access: AgentAccess, agents: Sequence[int]) -> list[AgentAccess]:
+        """Makes of the read of an agent of lanes that of several agents of fewer lanes each."""
+        self.forget(access)
+        codes = self.marks.agent_reads[access.agent]
+        mine = access.granules[codes[access.granules] == access.code]
+        codes[mine] = 0
+        parts = [replace(access, agent=agent) for agent in agents]
+        for part in parts:
+            self._reads_of(part.agent)[mine] = access.code
+            self._open[part.agent, part.block][part.code] = part
+        return parts
+
+    def _reads_of(self, agent: int) -> np.ndarray:
+        """Codes of an agent's reads."""
+        if agent not in self.marks.agent_reads:
+            self.marks.agent_reads[agent] = np.zeros_like(self.marks.written)
+        return self.marks.agent_reads[agent]
+
+    def _mark_end(self, access: AgentAccess) -> None:
         code, flag = self.marks.code(access.position), 0
         codes = self.marks.written
         if access.action == "read":
@@ -147,8 +172,6 @@ class AgentWatch:
         # A later access may have marked some of the granules.
         codes[access.granules[codes[access.granules] == access.code]] = code | flag
         self.forget(access)
-        self._ended[access.agent, access.block] = self.order.now, access
-        return self.order.agent_knowledge(access.agent, access.issued)
 
     def forget(self, access: AgentAccess) -> None:
         """Forgets an access, after it was reported that no thread waits for it."""
@@ -171,6 +194,7 @@ class AgentWatch:
                 detail = (
                     f"{access.action} by {name} of {place}, whose block has ended:\n"
                     "    none of its threads has waited for it"
+                    + self.marks.explain(access.agent, access.lane, access.position)
                 )
                 thread = self.geometry.thread(access.lane)
                 self.log.report(OutlivedError, detail, access.position, thread, address)
@@ -248,12 +272,14 @@ class AgentWatch:
             if by_agent[i, j] and writer == self.marks.objects:
                 kind, text = MbarrierError, object_made_at(site)
             elif kind is PendingCopyError:
-                text = will_write(who if by_agent[i, j] else None, site)
+                text = self.marks.will_write(
+                    who if by_agent[i, j] else None, writer, access.lanes[i], int(codes[i, j])
+                )
             else:
                 how = missing_between(kind, by_agent[i, j])
                 text = f" and write by {who} at {site}\n    {how}"
             if by_agent[i, j] and kind is not ProxyError:
-                text += self.marks.explain(writer, int(access.lanes[i]))
+                text += self.marks.explain(writer, access.lanes[i], int(codes[i, j]))
             self._report(kind, access, i, j, int(hit.sum()), text)
 
     def _check_history(self, access: _Accesses, history: History) -> None:
@@ -286,9 +312,11 @@ class AgentWatch:
         """Checks writes by agents against reads by agents."""
         for agent, reads in self.marks.agent_reads.items():
             codes = reads[access.granules]
-            bad = codes >> SITE_BITS > access.known[:, agent][:, None]
+            if not codes.any():
+                continue
+            bad = codes >> SITE_BITS > self.order.known_reads_in(access.known, agent)
             if bad.any():
-                i, j, count, text = self.marks.read_by_agent(agent, codes, bad)
+                i, j, count, text = self.marks.read_by_agent(agent, codes, bad, access.lanes)
                 self._report(RaceError, access, i, j, count, text)
 
     def _report(

@@ -35,7 +35,6 @@ from flash_helpers.ptx.run.watch.marks import (
     Views,
     missing_between,
     object_made_at,
-    will_write,
 )
 from flash_helpers.ptx.run.watch.order import WEAK, Strength
 
@@ -193,7 +192,7 @@ class LaneWatch:
             if by_agent[first, column]:
                 agent, story = (
                     self.order.agent_name(who),
-                    self.marks.explain(who, int(lanes[first])),
+                    self.marks.explain(who, lanes[first], site),
                 )
             if agent and who == self.marks.objects:
                 text = object_made_at(self.log.site(site))
@@ -202,7 +201,7 @@ class LaneWatch:
                 other = f"write by {agent or self._name(access, first, who)}"
                 self._report_race(access, first, column, other, site, count, agent, story)
             else:
-                text = will_write(agent, self.log.site(site)) + story
+                text = self.marks.will_write(agent, who, lanes[first], site) + story
                 self._report(kind, access, first, column, count, text)
         unwritten = codes >= UNWRITTEN
         return unwritten if unwritten.any() else None
@@ -248,10 +247,9 @@ class LaneWatch:
             codes = reads.reshape(-1, access.view.width)[access.rows]
             if not codes.any():
                 continue
-            known = self.order.known_of_agents(lanes, np.full((lanes.size, 1), agent))
-            bad = codes >> SITE_BITS > known
+            bad = codes >> SITE_BITS > self.order.known_reads(lanes, agent)
             if bad.any():
-                i, j, count, text = self.marks.read_by_agent(agent, codes, bad)
+                i, j, count, text = self.marks.read_by_agent(agent, codes, bad, lanes)
                 self._report(RaceError, access, i, j, count, text)
 
     def _check_simultaneous(self, access: _Access, value: np.ndarray) -> None:

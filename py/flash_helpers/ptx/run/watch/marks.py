@@ -43,8 +43,9 @@ class Marks:
     `written`: codes of the last writes. `writer`: the place of each writer in its cluster, or the
     agent where the code says so. `histories`: for each kind of access that writes do not cover, one
     row per warp. `agent_reads`: codes of reads, by agent. `objects`: the agent that stands for
-    mbarrier objects, -1 while there is none. `explain`: returns what a lane should know of an
-    agent, as text that follows an error about its bytes.
+    mbarrier objects, -1 while there is none. `stories`: each returns what a lane should know of an
+    agent's access, issued at a position, as text that follows an error about its bytes.
+    `why_pending`: returns why the cp.async of a lane that was issued at a position is pending.
     """
 
     def __init__(self, memory: SharedMemory, order: Order, log: FaultLog) -> None:
@@ -64,7 +65,8 @@ class Marks:
         }
         self.agent_reads: dict[int, np.ndarray] = {}
         self.objects = -1
-        self.explain: Callable[[int, int], str] = lambda agent, lane: ""
+        self.stories: list[Callable[[int, int, int], str]] = []
+        self.why_pending: Callable[[int, int], str] = lambda lane, position: NOT_WAITED
         self._views: dict[int, Views] = {}
 
     def is_written(self, granules: np.ndarray) -> np.ndarray:
@@ -104,17 +106,34 @@ class Marks:
 
     # -- what is said of them ----------------------------------------------------------------------
 
+    def explain(self, agent: int, lane: int | np.integer, code: int) -> str:
+        """Text for a lane about the access of an agent that left a code."""
+        return "".join(tell(agent, int(lane), code & SITE_MASK) for tell in self.stories)
+
+    def will_write(
+        self, agent: str | None, writer: int, viewer: int | np.integer, code: int
+    ) -> str:
+        """Text for bytes that an agent, or a cp.async if none, has not written yet. `writer`: the
+        place of the lane that issued the cp.async. `viewer`: the lane that touches the bytes."""
+        site, why = self.log.site(code & SITE_MASK), "no thread has waited for it"
+        if agent is None:
+            cluster = self.geometry.cluster_of(np.array([int(viewer)]))
+            (lane,) = self.geometry.lane_at(cluster, np.array([writer])).tolist()
+            agent, why = "the cp.async", self.why_pending(lane, code & SITE_MASK)
+        return f", which {agent} at {site}\n    will write: {why}"
+
     def read_by_agent(
-        self, agent: int, codes: np.ndarray, bad: np.ndarray
+        self, agent: int, codes: np.ndarray, bad: np.ndarray, lanes: np.ndarray
     ) -> tuple[int, int, int, str]:
         """The first of the reads by an agent that no thread has waited for: its row and column, the
-        number of such rows, and the text about it."""
+        number of such rows, and the text about it. `lanes`: those that touch each row."""
         hit = bad.any(axis=1)
         i = int(hit.argmax())
         j = int(bad[i].argmax())
         code = int(codes[i, j])
         how = "which may still be going on" if code >= PENDING else missing_between(RaceError, True)
         site, name = self.log.site(code & SITE_MASK), self.order.agent_name(agent)
+        how += self.explain(agent, lanes[i], code)
         return i, j, int(hit.sum()), f" and read by {name} at {site}\n    {how}"
 
     def warp_name(self, warp: int, viewer: int | np.integer) -> str:
@@ -167,11 +186,17 @@ class Views:
         return self._histories[history]
 
 
-def will_write(agent: str | None, site: Site) -> str:
-    """Text for bytes that an agent, or a cp.async if none, has not written yet."""
-    if agent is None:
-        return f", which the cp.async at {site}\n    will write: its thread has not waited for it"
-    return f", which {agent} at {site}\n    will write: no thread has waited for it"
+NOT_WAITED = "its thread has not waited for it"
+
+
+def missed_by_wait(commit: str, group: int, committed: int, allowed: int, site: Site) -> str:
+    """Text for an operation of a group that a thread's wait did not complete. `commit`: the
+    instruction that closes groups. `committed`: groups that were closed before the wait.
+    `allowed`: groups that it left pending."""
+    if group >= committed:
+        return f"no {commit} stands between it and the wait at {site}"
+    left = "newest group" if allowed == 1 else f"newest {allowed} groups"
+    return f"the wait at {site}\n    leaves the {left} pending, and it is in one"
 
 
 def object_made_at(site: Site) -> str:

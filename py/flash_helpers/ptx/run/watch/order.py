@@ -111,6 +111,7 @@ class Order:
         self._agents: dict[tuple[int, str], int] = {}
         self.generic_agents: set[int] = set()
         """Agents that write through the generic proxy: cp.async does, TMA and wgmma do not."""
+        self._lanes_of: dict[int, np.ndarray] = {}
         self._has_lane_rows = self._has_lane_columns = False
         # Further knowledge of each lane about the lanes of its warp, by barriers of some of them.
         self._mates: np.ndarray | None = None
@@ -228,6 +229,18 @@ class Order:
             known = np.maximum(known, self._fenced[:, lanes].max(axis=1))
         return Knowledge(known)
 
+    def knowledge_of_each(self, lanes: np.ndarray) -> Knowledge:
+        """The knowledge that each one of some lanes of a warp has now: the part on which they can
+        all rely."""
+        if lanes.size == 1:
+            return self.knowledge(lanes)
+        self._tell_of_mates(lanes)
+        known = self._table[:, np.unique(self._row_of[lanes])]
+        if known.shape[1] > 1:
+            self._spread_to_lanes(known)
+        self.now += 1
+        return Knowledge(known.min(axis=1))
+
     def common_knowledge(self, warps: np.ndarray) -> list[Knowledge]:
         """The common knowledge of all lanes of each whole warp now, with the warp's own accesses.
         An instruction that they execute together may rely on it. `in_common`: the common knowledge
@@ -237,14 +250,17 @@ class Order:
             rows = rows[:, :1]
         known = self._table[:, rows]
         known[0, np.arange(warps.size), :, self._own[1][warps]] = self.now
+        self._spread_to_lanes(known)
+        self.now += 1
+        return [Knowledge(of_warp) for of_warp in known.min(axis=2).swapaxes(0, 1)]
+
+    def _spread_to_lanes(self, known: np.ndarray) -> None:
+        """Raises the columns of lanes to those of their warps, (..., columns): a lane that knows a
+        warp knows its lanes. The least value of each column is then known to all."""
         if self._has_lane_columns:
-            # A lane that knows a warp knows its lanes, so the least value of each column is known
-            # to all.
             places = np.flatnonzero(self._column_of >= self.geometry.warps_per_cluster)
             columns = self._column_of[places]
             known[..., columns] = np.maximum(known[..., columns], known[..., places // WARP])
-        self.now += 1
-        return [Knowledge(of_warp) for of_warp in known.min(axis=2).swapaxes(0, 1)]
 
     def acquire(self, lanes: np.ndarray, several: Sequence[Knowledge]) -> None:
         """Lanes of one cluster learn a piece of knowledge."""
@@ -345,6 +361,32 @@ class Order:
         if key not in self._agents:
             self._agents[key] = int(self._new_columns(1)[0])
         return self._agents[key]
+
+    def agent_of_lanes(self, lanes: np.ndarray, name: str) -> int:
+        """An agent for whose operations lanes of one warp wait, each for its own: another lane
+        knows them as soon as it knows what each of these lanes has done since. It has no column,
+        and a number below zero."""
+        key = (int(self.geometry.rank_of(int(lanes[0]))), name)
+        if key not in self._agents:
+            self._agents[key] = -1 - len(self._lanes_of)
+            self._lanes_of[self._agents[key]] = self._place[lanes]
+        return self._agents[key]
+
+    def known_reads(self, lanes: np.ndarray, agent: int) -> np.ndarray:
+        """The times up to which lanes (n,) of the batch know the reads of any agent, (n, 1)."""
+        if agent >= 0:
+            return self.known_of_agents(lanes, np.full((lanes.size, 1), agent))
+        places = self._lanes_of[agent]
+        each = self.known(lanes, np.broadcast_to(places, (lanes.size, places.size)))
+        return each.min(axis=1, keepdims=True)
+
+    def known_reads_in(self, known: np.ndarray, agent: int) -> np.ndarray:
+        """As `known_reads`, in one plane (n, columns) of `stacked`."""
+        if agent >= 0:
+            return known[:, agent, None]
+        places = self._lanes_of[agent]
+        each = self.lanes_in(known, np.broadcast_to(places, (len(known), places.size)))
+        return each.min(axis=1, keepdims=True)
 
     def agent_name(self, agent: int) -> str:
         """Its name, with the rank of its block where there are several in a cluster."""

@@ -172,12 +172,13 @@ class Poison:
     def copied_out(
         self,
         position: int,
-        lane: int,
+        lanes: np.ndarray,
         granules: np.ndarray,
         addresses: np.ndarray,
         unwritten: np.ndarray | None,
     ) -> None:
-        """Reports unwritten granules of shared memory that a copy to global memory takes.
+        """Reports unwritten granules of shared memory that a copy by each of some lanes takes to
+        global memory.
 
         `granules`: their indices. `addresses`: address of each in its block. `unwritten`: which
         granules have never been written; None for none.
@@ -185,8 +186,8 @@ class Poison:
         codes = self._codes_out(position, granules, addresses, unwritten)
         codes = np.where(codes & COUNTS, codes, 0)
         if codes.any():
-            worst = codes.max().reshape(1, 1)
-            self.report(position, np.array([lane]), worst, "what goes to global memory")
+            worst = np.full((1, lanes.size), codes.max())
+            self.report(position, lanes, worst, "what goes to global memory")
 
     def _codes_out(
         self,
