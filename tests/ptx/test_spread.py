@@ -188,6 +188,7 @@ def machine_of(kernel: Kernel) -> Machine:
         granule=1,
         has_flags=False,
         target="sm_80",
+        written_for="sm_80",
     )
     log, tally = FaultLog(kernel.program, keep_going=True), Tally(kernel.program)
     geometry = Geometry(((0, 0, 0),), LANES)
