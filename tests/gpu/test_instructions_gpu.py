@@ -239,6 +239,30 @@ bar.warp.sync -1;
         yield WarpKernel(f"ldmatrix-x{count}{trans}", body, {"a": words(rng, 4)}, (count, 32))
 
 
+def matrix_accesses_in_turns() -> Iterator[WarpKernel]:
+    """stmatrix and ldmatrix of one tile by one warp, without a barrier of the warp. Each lane gives
+    the address of another row every time."""
+    rng = np.random.default_rng(4)
+    place, at = "sync.aligned.m8n8.x4.shared.b16", "mad.lo.u32 %row, %lane, {}, %i;"
+    row = f"{at}\nand.b32 %row, %row, 31;\nmad.lo.u32 %row, %row, 16, %base;"
+    values = [f"add.u32 %d{i}, %d{i}, %a{i};" for i in range(4)]
+    store = f"stmatrix.{place} [%row], {vector('d', 4)};"
+    load = f"ldmatrix.{place} {vector('d', 4)}, [%row];"
+    for name, body in (
+        ("stmatrix-ldmatrix", [row.format(1), store, row.format(7), load]),
+        ("stmatrix-stmatrix", [row.format(1), store, *values, row.format(5), store, load]),
+    ):
+        code = [
+            ".shared .align 128 .b8 tile[512]; .reg .b32 %row, %base, %i; .reg .pred %more;",
+            "mov.u32 %base, tile;\nmad.lo.u32 %row, %lane, 16, %base;\nmov.u32 %i, 0;",
+            *(f"mov.b32 %d{i}, %a{i};" for i in range(4)),
+            f"st.shared.v4.b32 [%row], {vector('d', 4)};\nbar.warp.sync -1;",
+            *("AGAIN:", *body, *values),
+            "add.u32 %i, %i, 1;\nsetp.lt.u32 %more, %i, 200;\n@%more bra AGAIN;",
+        ]
+        yield WarpKernel(f"{name}-in_turns", "\n".join(code), {"a": words(rng, 4)}, (4, 32))
+
+
 def fp8_conversions() -> Iterator[WarpKernel]:
     """All pairs of codes down; up all numbers, what lies halfway, their neighbours, and all f16."""
     everything = np.arange(1 << 16, dtype=np.uint32)[None]
@@ -306,7 +330,13 @@ setp.ne.u32 %q, %lane, %lane;
 
 
 CASES = [*mma_cases(), *itertools.starmap(wmma, wmma_forms()), *wmma_f32_as_f16()]
-CASES += [*matrix_moves(), *fp8_conversions(), *clamped_at_zero(), *warp_wide()]
+CASES += [
+    *matrix_moves(),
+    *matrix_accesses_in_turns(),
+    *fp8_conversions(),
+    *clamped_at_zero(),
+    *warp_wide(),
+]
 ROUNDED = [
     (form, mma(form, lambda rng, count: rng.normal(size=count)))
     for form in mma_forms()

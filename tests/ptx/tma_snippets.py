@@ -58,11 +58,13 @@ def run(
     block: int = 64,
     declarations: str = "",
     tensor_map: TensorMap | None = None,
+    target: str = "sm_80",
     **options: object,
 ) -> tuple[Run, np.ndarray]:
     """Runs a kernel; its run, and the uint32 words of the output.
 
-    data: the input, of which the tensor map has boxes of a size; (64, 32) float32 if None.
+    data: the input, of which the tensor map has boxes of a size; (64, 32) float32 if None. target:
+    the target of the text.
     """
     memory = DeviceMemory()
     if data is None:
@@ -72,7 +74,7 @@ def run(
         row_bytes = data.shape[-1] * data.itemsize
         tensor_map = TensorMap("f32", start, data.shape[::-1], box, (row_bytes,))
     text = entry(_START + body, _PARAMETERS, DECLARATIONS + declarations)
-    kernel = load_ptx(text).kernel("k")
+    kernel = load_ptx(text.replace("sm_80", target)).kernel("k")
     args = [tensor_map.encode(), start, out]
     found = kernel.launch(grid, block, args=args, memory=memory, **options)
     return found, memory.download(out, results, np.uint32)

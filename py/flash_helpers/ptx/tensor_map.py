@@ -1,7 +1,8 @@
 """Tensor maps: the description of a tensor in global memory that a tensor copy (TMA) reads.
 
-A kernel gets the address of 128 bytes that cuTensorMapEncodeTiled has written, and only hands it to
-the copy. The format of those bytes is not published, so the simulator has a record of its own.
+A kernel gets the address of 128 bytes that cuTensorMapEncodeTiled has written, and hands it to the
+copy; or it makes a map of zeros, or of another map, by tensormap.replace. The format of those bytes
+is not published, so the simulator has a record of its own.
 
 `TensorMap` keeps the driver's rules (CUDA Driver API, "Tensor Map Object Management",
 cuTensorMapEncodeTiled). PTX ISA 9.0, "Tensors", defines the meaning of a map.
@@ -43,6 +44,34 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 _MOST_BYTES = 228 << 10  # of a box: the shared memory of an SM; found by asking the driver
 _MOST = 5  # dimensions
 _RECORD = struct.Struct(f"<8s6B2xQ{_MOST}Q{_MOST - 1}Q{_MOST}H{_MOST}B")
+
+_NUMBERS: Mapping[str, tuple[int, str, int]] = {
+    "rank": (8, "B", 1),
+    "global_address": (16, "Q", 1),
+    "global_dim": (24, "Q", _MOST),
+    "global_stride": (64, "Q", _MOST - 1),
+    "box_dim": (96, "H", _MOST),
+    "element_stride": (106, "B", _MOST),
+}
+"""Fields of tensormap.replace by name: offset in the record, format, how many there are."""
+
+_CODES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "elemtype": (
+        "dtype",
+        (*_TYPES[:8], "f32_ftz", *_TYPES[8:], "tf32", "tf32_ftz", "u4", "u4_padded", "u6_padded"),
+    ),
+    "interleave_layout": ("interleave", ("none", "16B", "32B")),
+    "swizzle_mode": ("swizzle", ("none", "32B", "64B", "128B", "96B")),
+    "fill_mode": ("fill", ("zeros", "nan")),
+    "swizzle_atomicity": ("", ("16B",)),
+}
+"""Likewise: the name of the choice, and the meaning of each value (PTX ISA 9.0,
+"tensormap.replace")."""
+
+CODED_FIELDS = frozenset(_CODES)
+"""Fields of tensormap.replace whose values stand for one of several choices."""
+FIELDS = CODED_FIELDS | set(_NUMBERS)
+"""All of them."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +249,42 @@ class TensorMap:
             *padded(self.element_strides, _MOST),
         )
         return record.ljust(TENSOR_MAP_BYTES, b"\0")
+
+    @staticmethod
+    def replaced(record: bytes, field: str, ordinal: int, value: int) -> bytes:
+        """A record with one field changed, as tensormap.replace does it.
+
+        `record`: a map's, or zeros; it need not be complete. `field`: one of `FIELDS`. `ordinal`:
+        the dimension, where there is one for each. `value`: the rank is given less one. Raises
+        ValueError for bytes that are no record, and for values that no map can have.
+        """
+        changed = bytearray(record)
+        if not any(record):
+            changed[: len(TENSOR_MAP_MAGIC)] = TENSOR_MAP_MAGIC
+        elif not record.startswith(TENSOR_MAP_MAGIC):
+            raise ValueError(
+                "the bytes are neither zeros nor a tensor map: begin with 128 zeros, or with the "
+                "copy of a map"
+            )
+        if field in _CODES:
+            name, meanings = _CODES[field]
+            meaning = meanings[value] if 0 <= value < len(meanings) else ""
+            choices = _CHOICES.get(name, meanings)
+            if meaning not in choices:
+                what = f"{field} {value}" + (f" ({meaning})" if meaning else "")
+                raise ValueError(f"{what} is not simulated: use {', '.join(choices)}")
+            if name:
+                changed[9 + list(_CHOICES).index(name)] = choices.index(meaning)
+            return bytes(changed)
+        offset, letter, count = _NUMBERS[field]
+        if not 0 <= ordinal < count:
+            raise ValueError(f"dimension {ordinal} of {field}: there are {count}")
+        size = struct.calcsize(letter)
+        stored = value + (field == "rank")
+        if stored >> 8 * size:
+            raise ValueError(f"{field} {value} is more than a tensor map can hold")
+        struct.pack_into(f"<{letter}", changed, offset + ordinal * size, stored)
+        return bytes(changed)
 
     @classmethod
     def decode(cls, record: bytes) -> TensorMap:

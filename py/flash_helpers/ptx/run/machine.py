@@ -47,6 +47,7 @@ from flash_helpers.ptx.run.memory.regions import (
     Selection,
 )
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
+from flash_helpers.ptx.run.watch.changed_maps import ChangedMaps
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.poison import Memory, Poison
@@ -214,8 +215,12 @@ class Machine:
         if any(i.has("tensor") for i in program.instructions):
             maps["global"] = maps["const"] = ARENA_BASE + _tensor_maps(memory.words(1))
         self.tensor_maps = {space: found for space, found in maps.items() if found.size}
-        """By state space, the addresses of tensor maps there; other kernels than those that copy
-        tensors may move maps in global memory."""
+        """By state space, the addresses of tensor maps there, which no lane may load; kernels that
+        make maps of their own begin with copies, and other kernels than those that copy tensors may
+        move maps in global memory."""
+        if any(i.name == "tensormap" for i in program.instructions):
+            self.tensor_maps.clear()
+        self.changed_maps = ChangedMaps()
         self.poison = Poison(geometry, log, program.registers, spaces)
         random = None
         if launch.seed is not None:

@@ -120,6 +120,7 @@ class Rules:
             "cp": "the number of bytes that it copies",
             "brx": "the index of this branch",
             **dict.fromkeys(BARRIERS, "an operand of this barrier"),
+            "tensormap": "a value of this tensor map",
             "wgmma": "a descriptor or scale-d of this wgmma",
         }
         if name in others:
@@ -166,7 +167,7 @@ class Rules:
             return lambda selection: worst(*self.codes(values, selection))
         if name == "stmatrix":
             return partial(self._store_matrices, _elements(values[0]), instruction.has("trans"))
-        if name not in ("cp", "wgmma") and not _has_result(instruction):
+        if name not in ("cp", "wgmma", "tensormap") and not _has_result(instruction):
             return partial(self._any_of_warp, values)
         return None
 

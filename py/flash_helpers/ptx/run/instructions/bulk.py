@@ -18,6 +18,7 @@ from flash_helpers.ptx.errors import (
     BulkCopyError,
     MisalignedError,
     OutOfBoundsError,
+    ProxyError,
     RaceError,
     RepeatedWorkLint,
     SimulatorError,
@@ -212,7 +213,9 @@ class _Copy:
 
         def box(lanes: np.ndarray) -> Box:
             coordinates = [int(pick(source, lanes)[0]) for source in sources]
-            return self._box(int(maps(lanes)[0]), coordinates, is_stored=is_stored)
+            address = int(maps(lanes)[0])
+            self._check_fenced(address, int(lanes[0]))
+            return self._box(address, coordinates, is_stored=is_stored)
 
         return box
 
@@ -492,6 +495,19 @@ class _Copy:
             address = piece.address if limits is None else limits[1]
             detail = f"{size} bytes{of} from {piece.address:#x} on, {memory.nearest(address)}"
             raise _Refused(OutOfBoundsError, detail, piece.address)
+
+    def _check_fenced(self, address: int, lane: int) -> None:
+        """Refuses a map that the kernel has changed and not handed to the copies' proxy."""
+        machine = self.machine
+        missing = machine.changed_maps.missing(address, machine.geometry.block_of(lane))
+        if missing is not None:
+            position, fence = missing
+            raise _Refused(
+                ProxyError,
+                f"tensor map at {address:#x}, changed at {machine.log.site(position)}\n"
+                f"    with no {fence} since",
+                address,
+            )
 
     def _map(self, address: int) -> TensorMap:
         """The tensor map at a generic address, in parameters, constant or global memory."""

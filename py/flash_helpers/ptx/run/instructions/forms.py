@@ -63,6 +63,10 @@ _MODIFIERS = frozenset(
         "rn rz rm rp rna rni rzi rmi rpi approx full ftz sat satfinite relu NaN xorsign abs "
         "finite infinite number notanumber normal subnormal "
         "hi lo wide cc clamp wrap l r shiftamt f4e b4e rc8 ecl ecr rc16 pack",
+        # changes of tensor maps
+        "replace cp_fenceproxy tensormap::generic b1024 global_address rank box_dim global_dim "
+        "global_stride element_stride elemtype interleave_layout swizzle_mode swizzle_atomicity "
+        "fill_mode",
         # control, warps, matrices
         "uni sync aligned warp arrive wait red popc up down bfly idx all any ballot "
         "m8n8 m8n8k4 m8n8k16 m8n8k32 m8n8k128 m16n8k4 m16n8k8 m16n8k16 m16n8k32 m16n8k64 m16n8k128 "
@@ -78,7 +82,6 @@ _NOT_SIMULATED: Mapping[str, str] = {
     "surfaces": "suld sust sured suq",
     "textures": "tex tld4 txq istypep",
     "bulk copies of zeros": "st.bulk",
-    "changes of tensor maps": "tensormap",
     "asynchronous reductions": "red.async",
     "tensor cores of the fifth generation": "tcgen05",
     "multicast addresses": "multimem",

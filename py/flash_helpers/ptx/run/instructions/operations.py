@@ -20,6 +20,7 @@ from flash_helpers.ptx.run.instructions import (
     integers,
     runtime,
     tensor,
+    tensor_maps,
     warps,
     wgmma,
     wmma,
@@ -48,6 +49,8 @@ def _fence(machine: Machine, instruction: Instruction) -> Action:
     order = machine.shared.order
     if _makes_visible(instruction):
         return machine.from_some(lambda selection: order.proxy_fence(machine.lanes_of(selection)))
+    if instruction.has("tensormap::generic"):
+        return tensor_maps.fence(machine, instruction)
     if instruction.has("mbarrier_init"):
         return machine.from_some(
             lambda selection: machine.phases.fence(machine.lanes_of(selection))
@@ -106,6 +109,7 @@ FORMS: Forms = by_name(
         *convert.FORMS,
         *warps.FORMS,
         *tensor.FORMS,
+        *tensor_maps.FORMS,
         *wmma.FORMS,
         *bulk.FORMS,
         *wgmma.FORMS,

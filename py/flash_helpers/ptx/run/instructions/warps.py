@@ -204,7 +204,7 @@ def _elect(machine: Machine, instruction: Instruction) -> Action:
 def member_mask(machine: Machine, instruction: Instruction) -> np.ndarray | None:
     """Lanes that must execute an instruction together, as masks; None if it needs none."""
     name = instruction.name
-    if name in WHOLE_WARP:
+    if name in WHOLE_WARP or instruction.has("cp_fenceproxy"):
         return _FULL
     if name in ("shfl", "match", "redux", "elect", "vote") and instruction.has("sync"):
         return machine.source(instruction.operands[-1], "u32")
