@@ -9,13 +9,14 @@ import pytest
 from hopper_cases import WHOLE, gemm, gemm_a_registers
 from hopper_faults import HAZARDS, Case, Edit, Fault, module_of, only, plant, source_of, swap
 from hopper_launches import launched
-from tma_snippets import EXPECT, INIT, LOAD, run, wait
+from tma_snippets import BARRIER_INITS, EXPECT, INIT, LOAD, run, wait
 
 from flash_helpers.ptx import (
     EarlyReleaseLint,
     LeftArrivalsLint,
     Lint,
     NeverReadLint,
+    UnfencedInitLint,
     ZeroFillLint,
     load_ptx,
 )
@@ -154,6 +155,7 @@ class TestArrivals:
 
 class TestBytes:
     BODY = f"""@%p0 {INIT} [bar], 1;
+    @%p0 {BARRIER_INITS}
     bar.sync 0;
     @%p0 {EXPECT} [bar], 512;
     @%p0 {LOAD} [smem], [%rd2, {{0, 62}}], [bar];
@@ -193,3 +195,46 @@ class TestBytes:
         found = run(body, lints=True)[0]
         assert found.report() == str(found.lints[0])
         assert found.report().startswith("bytes delivered and never read: 256 of")
+
+
+class TestAnMbarrier:
+    """Made by thread 0, which then hands it to a bulk copy, or lets thread 32 do so."""
+
+    def lints(self, after: str, before: str = "", issuer: int = 0) -> list[type[Lint]]:
+        body = f"""
+        @%p0 {INIT} [bar], 1;
+        {after}
+        bar.sync 0;
+        {before}
+        setp.eq.u32 %p1, %tid, {issuer};
+        @%p1 {EXPECT} [bar], 512;
+        @%p1 {LOAD} [smem], [%rd2, {{0, 0}}], [bar];
+        {wait("bar", 0)}
+        shl.b32 %r1, %tid, 3;
+        mov.u32 %r2, smem;
+        add.u32 %r1, %r1, %r2;
+        ld.shared.v2.u32 {{%r3, %r4}}, [%r1];
+        """
+        return [type(lint) for lint in run(body, lints=True)[0].lints]
+
+    FENCES = (f"@%p0 {BARRIER_INITS}", "@%p0 fence.proxy.async;", "fence.proxy.async.shared::cta;")
+
+    @pytest.mark.parametrize("issuer", [0, 32])
+    @pytest.mark.parametrize("fence", FENCES)
+    def test_that_is_fenced(self, fence: str, issuer: int) -> None:
+        assert self.lints(fence, issuer=issuer) == []
+
+    def test_that_its_user_fences(self) -> None:
+        assert self.lints("", before="fence.proxy.async.shared::cta;", issuer=32) == []
+
+    @pytest.mark.parametrize(
+        ("after", "before"),
+        [
+            ("", ""),
+            ("", BARRIER_INITS),  # of threads that have made none
+            ("@!%p0 fence.proxy.async;", ""),
+            ("@%p0 fence.proxy.async.global;", ""),
+        ],
+    )
+    def test_that_is_not(self, after: str, before: str) -> None:
+        assert self.lints(after, before, issuer=32) == [UnfencedInitLint]

@@ -314,6 +314,14 @@ class RepeatedWorkLint(Lint, title="one lane's work by several lanes"):
     its own (PTX ISA 9.0, "cp.async.bulk": the executing thread initiates the copy)."""
 
 
+class UnfencedInitLint(Lint, title="mbarrier made without a fence"):
+    """An mbarrier object handed to a bulk copy without a fence after its mbarrier.init, which is a
+    write of the generic proxy, while the copy counts its bytes in the async proxy. A
+    `fence.proxy.async` is due (PTX ISA 9.0, "Async proxy"; the CUDA C++ Programming Guide has it in
+    its examples of TMA), or a `fence.mbarrier_init`, which libraries use instead. Triton emits
+    neither and relies on the barrier of the block."""
+
+
 class OverlappingStoresLint(Lint, title="stores in no order"):
     """Bulk copies to the same bytes of global memory, one of them issued before a thread has waited
     for the other. They are right if they write the same values, since either may be last (PTX ISA

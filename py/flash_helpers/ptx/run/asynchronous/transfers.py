@@ -198,6 +198,8 @@ class Transfers:
                 lints.copy_out(origin)
         found = self.phases.find(position, lanes, where)
         phase = 0 if found is None else found.state.phase
+        if found is not None and lints is not None and (piece is not None or source is not None):
+            lints.count_at(position, lane, found.made, issued)
         block, size = where // self.shared.stride, rows.size * unit * copies
         begun = (lane, position, where, phase, block, unit, rows, size, read, accesses)
         self.incoming.append(Load(*begun, piece, read_from))

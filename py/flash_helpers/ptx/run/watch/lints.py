@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, ZeroFillLint
+from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, UnfencedInitLint, ZeroFillLint
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span
 from flash_helpers.ptx.run.watch.faults import FaultLog
@@ -79,6 +79,21 @@ class Lints:
         """A copy to shared memory begins, issued by a lane with the knowledge `issued`."""
         self._overwrite(granules, position)
         self._check_release(position, lane, granules, issued)
+
+    def count_at(
+        self, position: int, lane: int, made: tuple[int, int, int, int], issued: Knowledge
+    ) -> None:
+        """The bytes of a bulk copy count at an mbarrier object. `made`: as in `Phased`."""
+        time, maker, made_at, agent = made
+        if self.order.stacked([issued])[1, 0, agent] < time:
+            self.log.lint(
+                UnfencedInitLint,
+                f"the mbarrier of this copy, which warp {self.geometry.warp_of(maker)} has made at "
+                f"{self.log.site(made_at)}\n    with no fence.mbarrier_init or fence.proxy.async "
+                "between the two",
+                position,
+                self.geometry.thread(lane),
+            )
 
     def deliver(
         self, position: int, lane: int, granules: np.ndarray, piece: Box | Span | None

@@ -226,7 +226,7 @@ class Order:
         rows = np.unique(self._row_of[lanes])
         known[0, self._begun] = self._table[0, rows[:, None], self._begun].max(axis=0)
         if self._fenced is not None:
-            known = np.maximum(known, self._fenced[:, lanes].max(axis=1))
+            known = np.maximum(known, self._of_lanes(self._fenced)[:, lanes].max(axis=1))
         return Knowledge(known)
 
     def knowledge_of_each(self, lanes: np.ndarray) -> Knowledge:
@@ -404,9 +404,13 @@ class Order:
         return Knowledge(known)
 
     def fence_agent(self, lane: int, agent: int) -> None:
-        """A fence of a lane releases what it knows of an agent, and nothing else."""
+        """A fence of a lane releases what it knows of an agent, and nothing else. It is visible to
+        other agents then."""
+        self._table = _fit(self._table, (2, 0, 0))
         self._fenced = self._of_lanes(self._fenced)
-        self._fenced[0, lane, agent] = self._table[0, self._row_of[lane], agent]
+        known = self._table[0, self._row_of[lane], agent]
+        self._table[1, self._row_of[lane], agent] = known
+        self._fenced[:2, lane, agent] = known
 
     def proxy_fence(self, lanes: np.ndarray) -> None:
         """Lanes of the batch execute `fence.proxy.async`: their own and known accesses become
