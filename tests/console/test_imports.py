@@ -18,6 +18,8 @@ ROOMS = (
     *("count", "machine", "instructions", "execute"),
 )
 """The rooms of the simulator; each imports only those before it."""
+COMMAND_LINES = ("ptx.__main__",)
+"""Modules that `python -m` runs: each hands over to the room that has its command line."""
 KNOWN = {"ptx": (), "sass": ("ptx.read", "ptx.errors")}
 """Rooms for anybody's kernels, and what they import besides gpu, console and themselves."""
 
@@ -79,7 +81,11 @@ def test_no_modules_import_each_other_in_a_circle(imports) -> None:
 @pytest.mark.parametrize("room", KNOWN)
 def test_rooms_for_anybodys_kernels_know_no_other_room(imports, room) -> None:
     known = tuple(f"{name}." for name in (room, "gpu", "console", *KNOWN[room]))
-    inside = {name: others for name, others in imports.items() if name.split(".")[0] == room}
+    inside = {
+        name: others
+        for name, others in imports.items()
+        if name.split(".")[0] == room and name not in COMMAND_LINES
+    }
     assert len(inside) > 20
     outside = {
         f"{name} imports {other}"

@@ -22,6 +22,7 @@ from flash_helpers.ptx.run.asynchronous.register_pool import entry_registers
 from flash_helpers.ptx.run.batches import most_resident, run_batches
 from flash_helpers.ptx.run.count.counters import Counters, LineCounts
 from flash_helpers.ptx.run.count.tally import Tally
+from flash_helpers.ptx.run.execute.bound import BoundProgram
 from flash_helpers.ptx.run.execute.observe import Observer
 from flash_helpers.ptx.run.execute.scheduler import Scheduler
 from flash_helpers.ptx.run.geometry import Geometry
@@ -102,7 +103,7 @@ class Kernel:
     function: Function
 
     def __post_init__(self) -> None:
-        _ = self._variables  # said now rather than when it is launched
+        _ = self.variables  # said now rather than when it is launched
 
     @property
     def name(self) -> str:
@@ -122,7 +123,7 @@ class Kernel:
         return symbols, {o.name for o in named if isinstance(o, Special)}
 
     @cached_property
-    def _variables(self) -> list[Variable]:
+    def variables(self) -> list[Variable]:
         """The function's own variables, and those of the module that it names or whose address is
         in an initial value of one of these."""
         functions, own = self.module.functions, self.function.variables
@@ -138,10 +139,20 @@ class Kernel:
                     )
         return [*found.values(), *own]
 
+    @property
+    def static_shared_bytes(self) -> int:
+        """Bytes of shared memory per block, without dynamic ones."""
+        return self._shared_layout[1]
+
+    @property
+    def synchronises_grid(self) -> bool:
+        """Whether it reads %envreg1 or 2, as cooperative groups do to synchronise a grid."""
+        return not self._named[1].isdisjoint(("%envreg1", "%envreg2"))
+
     @cached_property
     def _shared_layout(self) -> tuple[dict[str, int], int]:
         """Offsets of shared variables, and the size of those whose size is known."""
-        shared = [v for v in self._variables if v.space == "shared"]
+        shared = [v for v in self.variables if v.space == "shared"]
         dynamic = [v for v in shared if v.external and v.size == 0]
         offsets, end = placed([v for v in shared if v not in dynamic])
         if dynamic:
@@ -244,6 +255,30 @@ class Kernel:
         found = (tuple(log.faults.values()), tuple(log.lints.values()))
         return Run(self.name, n_blocks, Counters(tally), *found)
 
+    def refusals(self) -> tuple[UnsupportedInstruction, ...]:
+        """Instructions that the simulator does not know, in the order of the text: a launch is
+        refused when a thread reaches one. Nothing runs.
+
+        Raises LaunchError for a kernel that no GPU of its target takes.
+        """
+        directives = self.function.directives
+        cluster = three(directives.get("reqnctapercluster", (1,)), "reqnctapercluster")
+        given = cluster if "explicitcluster" in directives else None
+        bound = directives.get("maxntid") or directives.get("reqntid") or (gpu.WARP,)
+        args = [bytes(parameter.size) for parameter in self.function.parameters]
+        memory, block = DeviceMemory(), three(bound, "block")
+        try:
+            program = self.program
+        except UnsupportedInstruction as refusal:
+            return (refusal,)
+        launch = self._launch(cluster, block, 0, given, args, memory, {}, self.module.target)
+        blocks = tuple(_by_cluster(cluster, cluster))
+        geometry = Geometry(blocks, math.prod(block), math.prod(launch.cluster or ()))
+        log, tally = FaultLog(program, keep_going=True), Tally(program)
+        machine = Machine(program, launch, geometry, memory, log, tally)
+        BoundProgram(machine, observer=None)
+        return tuple(machine.refused[position] for position in sorted(machine.refused))
+
     def _launch(
         self,
         grid: Three,
@@ -258,16 +293,15 @@ class Kernel:
         """A launch that a GPU would take, with its arguments and variables in memory."""
         shared, static = self._shared_layout
         check_block(self.function, grid, block, target)
-        check_memory(self._variables, static, shared_bytes, target)
+        check_memory(self.variables, static, shared_bytes, target)
         cluster3 = cluster_of(self.function, cluster, grid, target)
         parameters, offsets = pack(self.function, args)
-        local, local_bytes = placed([v for v in self._variables if v.space == "local"])
+        local, local_bytes = placed([v for v in self.variables if v.space == "local"])
         symbols = {**offsets, **shared, **local}
-        symbols |= place_variables(self.module, self._variables, memory, placed_before, symbols)
+        symbols |= place_variables(self.module, self.variables, memory, placed_before, symbols)
         granule, has_flags = self._shared_accesses
         specials = self._named[1]
         asks_scratch = any(name.startswith("%reserved_smem") for name in specials)
-        synchronises = not specials.isdisjoint(("%envreg1", "%envreg2"))
         return Launch(
             grid=grid,
             block=block,
@@ -282,7 +316,7 @@ class Kernel:
             target=target,
             written_for=self.module.target,
             scratch=aligned(static + shared_bytes, 128) if asks_scratch else None,
-            workspace=memory.allocate(_WORKSPACE_BYTES) if synchronises else 0,
+            workspace=memory.allocate(_WORKSPACE_BYTES) if self.synchronises_grid else 0,
         )
 
     @cached_property

@@ -49,13 +49,13 @@ def place_variables(
     symbols = {**code, **others, **before, **placed}
     for variable in new:
         if variable.initial is not None:
-            _initialise(variable, symbols, memory)
+            initialise(variable, symbols, memory)
         if variable is module.variables.get(variable.name):
             before[variable.name] = placed[variable.name]
     return symbols
 
 
-def _initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:
+def initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:
     """Writes the initial value of a variable to global memory. `symbols`: addresses by name."""
     data = bytearray(variable.initial or b"")
     for stored in variable.addresses:

@@ -1,0 +1,95 @@
+"""The stub of libcudart and libcuda, compiled for the CUDA headers of a toolchain."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from flash_helpers.compile.toolchain import Toolchain
+from flash_helpers.host.errors import HostError
+
+FOLDER_VARIABLE = "FLASH_HELPERS_STUB_CACHE"
+
+_SOURCES = ("stub.cpp", "wire.cpp", "wire.h")
+_HEADERS = "#include <cuda_runtime_api.h>\n#include <cuda.h>\n"
+_DECLARED = re.compile(r"\b(?:cudaError_t|CUresult)\s+(cu\w+)\s*\(")
+_OF_THREADS = "-DCUDA_API_PER_THREAD_DEFAULT_STREAM"
+"""Other names of the same functions, in programs with one default stream per thread."""
+
+
+def cache_folder() -> Path:
+    """$FLASH_HELPERS_STUB_CACHE, or flash_helpers/stub in the user's cache folder."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
+    return user_cache_path("flash_helpers", appauthor=False) / "stub"
+
+
+def stub_library(toolchain: Toolchain, scratch: Path) -> Path:
+    """The folder with libcudart.so and libcuda.so, which is made if the cache lacks it. `scratch`:
+    a folder of the caller, used where the cache cannot be written. Raises HostError."""
+    sources = [(name, (files(__package__) / "stub" / name).read_bytes()) for name in _SOURCES]
+    key = hashlib.sha256(repr((toolchain.identity, sources)).encode()).hexdigest()[:32]
+    kept = cache_folder() / key
+    if (kept / "libcuda.so").exists():
+        return kept
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made = Path(tempfile.mkdtemp(dir=kept.parent, prefix="."))
+    except OSError:
+        made = kept = scratch / "stub"
+        made.mkdir()
+    for name, content in sources:
+        (made / name).write_bytes(content)
+    _compile(toolchain, made)
+    if made != kept:
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(kept)
+    return kept if kept.exists() else made
+
+
+def _compile(toolchain: Toolchain, folder: Path) -> None:
+    runtime = f"libcudart.so.{toolchain.version[0]}"
+    (folder / "exported").write_text(f"{runtime} {{ global: *; }};\n")
+    (folder / "headers.cpp").write_text(_HEADERS)
+    declared = _names(toolchain, folder)
+    lacking = "".join(
+        f'WEAK int {name}() {{ not_there("{name}"); }}\n'
+        for name in sorted(declared | _names(toolchain, folder, _OF_THREADS))
+    )
+    (folder / "lacking.cpp").write_text(
+        '#include "wire.h"\n'
+        '#define WEAK extern "C" __attribute__((weak, visibility("default")))\n' + lacking
+    )
+    linker = f"-soname={runtime},--version-script={folder / 'exported'}"
+    sources = (str(folder / f"{name}.cpp") for name in ("stub", "wire", "lacking"))
+    _run(
+        *(str(toolchain.nvcc), "-x", "c++", "-std=c++17", "-O1", "-shared", "-cudart", "none"),
+        *("-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xlinker", linker),
+        *("-o", str(folder / runtime), *sources, "-ldl", "-lpthread"),
+    )
+    for name in ("libcudart.so", "libcuda.so.1", "libcuda.so"):
+        (folder / name).symlink_to(runtime)
+
+
+def _names(toolchain: Toolchain, folder: Path, *options: str) -> set[str]:
+    """Functions that the headers declare."""
+    text = _run(toolchain.nvcc, "-x", "c++", "-E", *options, folder / "headers.cpp")
+    return set(_DECLARED.findall(text))
+
+
+def _run(*command: str | Path) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise HostError(
+            "the stub of the CUDA runtime does not compile:\n"
+            f"{' '.join(map(str, command))}\n{result.stderr.strip()}"
+        )
+    return result.stdout

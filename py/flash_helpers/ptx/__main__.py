@@ -1,0 +1,8 @@
+"""`python -m flash_helpers.ptx`: check, run and count kernels without a GPU."""
+
+import sys
+
+from flash_helpers.host.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())
