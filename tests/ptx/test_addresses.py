@@ -82,7 +82,8 @@ def test_of_another_block_of_the_cluster():
     barrier.cluster.arrive.aligned;
     barrier.cluster.wait.aligned;
     setp.eq.and.u32 %p3, %r3, 0, %p0;
-    @%p3 st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r1+0x4000008], 7, [%r2+0x4000000];
+    @%p3 st.async.shared::cluster.mbarrier::complete_tx::bytes.u32
+        [%r1+0x4000008], 7, [%r2+0x4000000];
     @!%p1 bra DONE;
     {wait("bar", 0)}
     ld.shared.u32 %r4, [smem+8];

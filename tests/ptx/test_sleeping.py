@@ -1,6 +1,8 @@
 """Threads that sleep at an instruction until something has happened: here, at a `pmevent`, until
 the first word of their block's shared memory is not zero."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ptx_snippets import entry, launch_on
@@ -30,19 +32,18 @@ END = "st.global.u32 [%rd0], %r4;"
 
 @pytest.fixture(autouse=True)
 def _waiting_instruction(monkeypatch):
-    no_effect = operations._no_effect
+    (form,) = operations.FORMS["pmevent"][()]
 
     def build(machine, instruction):
-        if instruction.name == "pmevent":
-            shared = machine.shared
+        shared = machine.shared
 
-            def is_ready(lanes):
-                return shared.data.view(np.uint32)[shared.base[lanes] // 4] != 0
+        def is_ready(lanes):
+            return shared.data.view(np.uint32)[shared.base[lanes] // 4] != 0
 
-            machine.waits[machine.position] = Wait(is_ready, lambda lanes: "for a word of 1")
-        return no_effect(machine, instruction)
+        machine.waits[machine.position] = Wait(is_ready, lambda lanes: "for a word of 1")
+        return form.build(machine, instruction)
 
-    monkeypatch.setattr(operations, "_no_effect", build)
+    monkeypatch.setitem(operations.FORMS, "pmevent", {(): [replace(form, build=build)]})
 
 
 def launch(body, grid=1, block=64, **options):

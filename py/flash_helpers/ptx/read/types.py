@@ -32,8 +32,9 @@ class ScalarType:
 _SIZES = {
     **{f"{kind}{8 * size}": size for size in (1, 2, 4, 8) for kind in "sub"},
     **{"f16": 2, "f32": 4, "f64": 8, "bf16": 2, "f16x2": 4, "bf16x2": 4, "tf32": 4, "pred": 1},
+    "f32x2": 8,
 }
-_KINDS = {"bf16": "x", "f16x2": "x", "bf16x2": "x", "tf32": "x"}
+_KINDS = {"bf16": "x", "f16x2": "x", "bf16x2": "x", "tf32": "x", "f32x2": "x"}
 
 SCALAR_TYPES = {
     name: ScalarType(name, size, _KINDS.get(name, name[0])) for name, size in _SIZES.items()
@@ -44,7 +45,7 @@ B128 = "b128"
 
 TYPE_NAMES = frozenset(SCALAR_TYPES) | {B128}
 
-OPCODE_TYPES = TYPE_NAMES | {"e4m3", "e5m2", "e4m3x2", "e5m2x2", "s4", "u4", "b1"}
+OPCODE_TYPES = TYPE_NAMES | {"e4m3", "e5m2", "e4m3x2", "e5m2x2", "s4", "u4", "b1", "u16x2", "s16x2"}
 """Types that an opcode may name; no register is declared with one of the added ones."""
 
 

@@ -7,16 +7,24 @@ from collections.abc import Callable
 import numpy as np
 
 from flash_helpers.ptx.errors import UnsupportedInstruction
-from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
+from flash_helpers.ptx.read.flow import BARRIERS, EXITS, Block, Ending
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.execute.barriers import Barrier, decode_barrier
 from flash_helpers.ptx.run.execute.observe import Observation, Observer
 from flash_helpers.ptx.run.execute.spread import Spread
-from flash_helpers.ptx.run.instructions.forms import check_modifiers
+from flash_helpers.ptx.run.instructions.forms import check_features, check_modifiers
 from flash_helpers.ptx.run.instructions.operations import bind, refusing
 from flash_helpers.ptx.run.instructions.wgmma import watched
 from flash_helpers.ptx.run.machine import Action, Machine
 from flash_helpers.ptx.run.memory.regions import Selection
+
+_MODIFIERS = {
+    "bra": "uni",
+    "brx": "idx uni",
+    **dict.fromkeys(EXITS, "uni"),
+    **dict.fromkeys(BARRIERS, "sync arrive red cta aligned popc and or"),
+}
+"""The modifiers of the instructions that end blocks, by opcode."""
 
 
 class BoundProgram:
@@ -98,7 +106,8 @@ class BoundProgram:
             self.taken[position] = machine.predicate(guard)
         action = Action(_nothing, _nothing)
         try:
-            check_modifiers(machine, instruction)
+            check_features(machine, instruction)
+            check_modifiers(machine, instruction, _MODIFIERS[instruction.name].split())
             if block.ending is Ending.BARRIER:
                 self.barriers[position] = decode_barrier(machine, instruction)
             elif block.ending is Ending.INDEXED:

@@ -16,7 +16,16 @@ from flash_helpers.ptx.errors import (
 )
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, TYPE_NAMES, size_of
-from flash_helpers.ptx.run.instructions.forms import HALVES, MEMORY, OPERATIONS, Form
+from flash_helpers.ptx.run.instructions.forms import (
+    CACHE_HINTS,
+    HALVES,
+    MEMORY,
+    OPERATIONS,
+    SCOPES,
+    SPACES,
+    VECTORS,
+    Form,
+)
 from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory.regions import (
     ALL,
@@ -34,7 +43,6 @@ from flash_helpers.ptx.run.numbers.rounding import on_registers
 from flash_helpers.ptx.run.watch.order import Strength
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_BYTES
 
-SPACES = ("shared", "global", "local", "param", "const")
 SHARED_CLUSTER = "shared::cluster"
 """Shared memory of all blocks of the cluster; `shared` is that of the lane's own block alone."""
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release"})
@@ -47,7 +55,9 @@ Located = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 def space_of(instruction: Instruction) -> str:
     """The state space that an instruction names, "generic" if none."""
-    return "shared" if instruction.has(SHARED_CLUSTER) else instruction.first(SPACES) or "generic"
+    if instruction.has(SHARED_CLUSTER):
+        return "shared"
+    return instruction.first(SPACES.split()) or "generic"
 
 
 def vector_length(instruction: Instruction) -> int:
@@ -463,11 +473,14 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
 
 
 _ALL = f"{MEMORY} {B128}"
+_SIZED = f"{SPACES} {VECTORS}"
+_IGNORED = f"{SCOPES} {CACHE_HINTS} weak mmio"
+_ATOMIC = f"{_SIZED} relaxed acquire release acq_rel and or xor add min max inc dec"
 
 FORMS = (
     # An operand more is a cache policy, which has no effect.
-    Form("ld ldu", _load, (2, 3), (_ALL,)),
-    Form("st", _store, (2, 3), (_ALL,)),
-    Form("atom", _atomic, (3, 4, 5), (MEMORY,)),
-    Form("red", _atomic, (2, 3, 4), (MEMORY,)),
+    Form("ld ldu", _load, (2, 3), (_ALL,), f"{_SIZED} volatile relaxed acquire", _IGNORED),
+    Form("st", _store, (2, 3), (_ALL,), f"{_SIZED} volatile relaxed release", _IGNORED),
+    Form("atom", _atomic, (3, 4, 5), (MEMORY,), f"{_ATOMIC} exch cas", f"{_IGNORED} noftz"),
+    Form("red", _atomic, (2, 3, 4), (MEMORY,), _ATOMIC, f"{_IGNORED} noftz"),
 )

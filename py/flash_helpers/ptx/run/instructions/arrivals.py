@@ -202,4 +202,6 @@ _BUILDERS = {
 }
 """The builder of each operation, and its number of operands."""
 
-FORMS = (Form("mbarrier", _mbarrier, (), ("b64",)),)
+_TAKEN = f"{' '.join(_BUILDERS)} pending_count parity noComplete relaxed shared shared::cluster"
+
+FORMS = (Form("mbarrier", _mbarrier, (), ("b64",), _TAKEN, "release acquire cta cluster"),)

@@ -571,8 +571,15 @@ def _reduction(operation: str, type_name: str) -> Reduction:
     return function
 
 
+_TAKEN = (
+    f"{' '.join(_SPACES)} tensor {' '.join(_RANKS)} multicast::cluster L2::cache_hint prefetch "
+    f"commit_group wait_group read reduce {' '.join(_REDUCTIONS)}"
+)
+_IGNORED = "async tile L2 mbarrier::complete_tx::bytes bulk_group noftz"
+_STORED = "shared shared::cluster v2 v4 mbarrier::complete_tx::bytes"
+
 FORMS = (
-    Form("cp", _bulk, (), having="bulk"),
-    Form("cp", _bulk, (), (_REDUCED,), having="reduce"),
-    Form("st", _store_async, (3,), (MEMORY,), having="async"),
+    Form("cp", _bulk, (), (), _TAKEN, _IGNORED, having="bulk"),
+    Form("cp", _bulk, (), (_REDUCED,), _TAKEN, f"{_IGNORED} bulk", having="reduce"),
+    Form("st", _store_async, (3,), (MEMORY,), _STORED, "weak", having="async"),
 )

@@ -71,7 +71,7 @@ def _barrier(machine: Machine, instruction: Instruction) -> Action:
 
 
 FORMS = (
-    Form("barrier", _barrier, (0,)),
-    Form("mapa", _mapa, (3,), ("u32 u64",)),
-    Form("getctarank", _getctarank, (2,), ("u32 u64",)),
+    Form("barrier", _barrier, (0,), (), "cluster arrive wait relaxed aligned", "release acquire"),
+    Form("mapa", _mapa, (3,), ("u32 u64",), SHARED_CLUSTER),
+    Form("getctarank", _getctarank, (2,), ("u32 u64",), SHARED_CLUSTER),
 )

@@ -126,17 +126,31 @@ def _selp(machine: Machine, instruction: Instruction) -> Alu:
 
 def _slct(machine: Machine, instruction: Instruction) -> Alu:
     own, chooser = instruction.types
-    return Alu.of(instruction, lambda a, b, c: np.where(c >= 0, a, b), own, own, own, chooser)
+    flushed = flush if instruction.has("ftz") else lambda x: x
+
+    def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return np.where(flushed(c) >= 0, a, b)
+
+    return Alu.of(instruction, compute, own, own, own, chooser)
 
 
-_UNPACKED = f"{BITS} {INTEGERS} {SCALARS}"
 _ALL = f"{BITS} {INTEGERS} {FLOATS}"
 
+_COMBINED = "and or xor"
+_OF_INTEGERS = f"{' '.join(_INTEGER)} {_COMBINED}"
+_OF_FLOATS = f"{' '.join(_FLOAT)} {_COMBINED}"
+_RESULTS = f"u16 s16 u32 s32 {SCALARS}"
+
 FORMS = (
-    Form("setp", _setp, (3, 4), (_ALL,)),
-    Form("set", _set, (3, 4), (f"u16 s16 u32 s32 {SCALARS}", _UNPACKED)),
-    Form("set", _set, (3, 4), ("u32 s32 f16x2", "f16x2")),
-    Form("set", _set, (3, 4), ("u32 s32 bf16x2", "bf16x2")),
+    Form("setp", _setp, (3, 4), (f"{BITS} {INTEGERS}",), _OF_INTEGERS),
+    Form("setp", _setp, (3, 4), ("f32 f16 f16x2",), f"{_OF_FLOATS} ftz"),
+    Form("setp", _setp, (3, 4), ("f64 bf16 bf16x2",), _OF_FLOATS),
+    Form("set", _set, (3, 4), (_RESULTS, f"{BITS} {INTEGERS}"), _OF_INTEGERS, "ftz"),
+    Form("set", _set, (3, 4), (_RESULTS, "f32 f16"), f"{_OF_FLOATS} ftz"),
+    Form("set", _set, (3, 4), (_RESULTS, "f64 bf16"), _OF_FLOATS, "ftz"),
+    Form("set", _set, (3, 4), ("u32 s32 f16x2", "f16x2"), f"{_OF_FLOATS} ftz"),
+    Form("set", _set, (3, 4), ("u32 s32 bf16x2", "bf16x2"), _OF_FLOATS),
     Form("selp", _selp, (4,), (_ALL,)),
-    Form("slct", _slct, (4,), (_ALL, "s32 f32")),
+    Form("slct", _slct, (4,), (_ALL, "s32")),
+    Form("slct", _slct, (4,), (_ALL, "f32"), "ftz"),
 )

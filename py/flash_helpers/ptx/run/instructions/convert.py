@@ -7,7 +7,15 @@ import numpy as np
 from flash_helpers.ptx.read.module import Instruction, Register, Special, Vector
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
 from flash_helpers.ptx.run.instructions.access import SHARED_CLUSTER, space_of
-from flash_helpers.ptx.run.instructions.forms import FLOATS, MEMORY, WORDS, Form
+from flash_helpers.ptx.run.instructions.forms import (
+    DIRECTED,
+    FLOATS,
+    INTEGERS,
+    MEMORY,
+    NEAREST,
+    SPACES,
+    Form,
+)
 from flash_helpers.ptx.run.machine import Alu, Machine
 from flash_helpers.ptx.run.memory.regions import RANK_SHIFT, WINDOW_SIZE, WINDOWS
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
@@ -25,7 +33,7 @@ from flash_helpers.ptx.run.numbers.rounding import (
     to_registers,
 )
 
-_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "tf32": 3.4011621342146535e38}
 
 
 def _float_to_integer(x: np.ndarray, dtype: np.dtype, mode: str) -> np.ndarray:
@@ -51,6 +59,12 @@ def _integer_to_integer(a: np.ndarray, dtype: np.dtype, saturate: bool) -> np.nd
     return a.astype(dtype)
 
 
+def _finite(x: np.ndarray, type_name: str) -> np.ndarray:
+    """Values between the largest numbers of a type (`.satfinite`); a NaN stays."""
+    limit = x.dtype.type(_LARGEST[type_name])
+    return np.where(np.isnan(x), x, np.clip(x, -limit, limit))
+
+
 def _exact_double(a: np.ndarray) -> np.ndarray:
     """Integers as doubles rounded to odd."""
     if a.dtype.itemsize < 8:
@@ -60,15 +74,11 @@ def _exact_double(a: np.ndarray) -> np.ndarray:
 
 
 def _cvt(machine: Machine, instruction: Instruction) -> Alu:
-    if instruction.has("pack"):
-        raise machine.unsupported("it packs a single source")
     target, source = instruction.types
     mode = instruction.first(ROUNDINGS) or "rn"
     integer_mode = instruction.first(INTEGER_ROUNDINGS)
     sat, relu, ftz = (instruction.has(m) for m in ("sat", "relu", "ftz"))
-    dtype = dtype_of(target)
-    if mode == "rna" and target != "tf32":
-        raise machine.unsupported("this rounding of the type")
+    finite, dtype = instruction.has("satfinite"), dtype_of(target)
 
     def from_float(a: np.ndarray) -> np.ndarray:
         x = to_floats(a, source)
@@ -79,6 +89,7 @@ def _cvt(machine: Machine, instruction: Instruction) -> Alu:
         x = round_to_integer(x, integer_mode) if integer_mode else x
         x = not_negative(x) if relu else x
         x = clamp_to_one(x) if sat else x
+        x = _finite(x, target) if finite else x
         result = to_registers(x, target, mode)
         return flush(result) if ftz and result.dtype == F32 else result
 
@@ -86,13 +97,15 @@ def _cvt(machine: Machine, instruction: Instruction) -> Alu:
         return _float_to_integer(from_float(a), dtype, integer_mode or "rzi")
 
     def integer_to_float(a: np.ndarray) -> np.ndarray:
+        if sat:
+            return to_registers((a > 0).astype(F32), target)
         if target in ("f64", "f32") and mode == "rn":
             return a.astype(dtype)
         # A 64-bit integer may not fit a double: keep the lower bits as a sticky bit.
         return to_registers(_exact_double(a), target, mode)
 
     def integer_to_integer(a: np.ndarray) -> np.ndarray:
-        return _integer_to_integer(a, dtype, sat or instruction.has("satfinite"))
+        return _integer_to_integer(a, dtype, sat)
 
     compute = {
         (True, True): float_to_float,
@@ -106,13 +119,12 @@ def _cvt(machine: Machine, instruction: Instruction) -> Alu:
 def _cvt_pair(machine: Machine, instruction: Instruction) -> Alu:
     """cvt.rn.f16x2.f32 d, a, b: a goes to the upper half."""
     target = instruction.types[0].removesuffix("x2")
-    relu, ftz, finite = (instruction.has(m) for m in ("relu", "ftz", "satfinite"))
-    mode, limit = instruction.first(ROUNDINGS) or "rn", np.float32(_LARGEST[target])
+    relu, finite = (instruction.has(m) for m in ("relu", "satfinite"))
+    mode = instruction.first(ROUNDINGS) or "rn"
 
     def half(x: np.ndarray) -> np.ndarray:
-        x = flush(x) if ftz else x
         x = not_negative(x) if relu else x
-        x = np.where(np.isnan(x), x, np.clip(x, -limit, limit)) if finite else x
+        x = _finite(x, target) if finite else x
         return to_registers(x, target, mode).view(np.uint16)
 
     def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -160,8 +172,6 @@ def _cvt_pack(machine: Machine, instruction: Instruction) -> Alu:
     """cvt.pack.sat: two s32 saturated and packed, above the low part of a third source."""
     target = instruction.types[0]
     bits = SCALAR_TYPES[target].bits
-    if not instruction.has("pack"):
-        raise machine.unsupported("only cvt.pack has so many sources")
 
     def part(x: np.ndarray) -> np.ndarray:
         clipped = _integer_to_integer(x.astype(np.int64), dtype_of(target), saturate=True)
@@ -238,17 +248,36 @@ def _isspacep(machine: Machine, instruction: Instruction) -> Alu:
     return Alu(((target, "pred"),), sources, compute)
 
 
-_NUMBERS = f"u8 s8 {WORDS} f16 bf16 f32 f64 tf32"
+_NUMBERS = f"u8 s8 {INTEGERS}"
+_WHOLE = " ".join(INTEGER_ROUNDINGS)
+_FP8 = "e4m3x2 e5m2x2"
 
 FORMS = (
-    Form("cvt", _cvt, (2,), (_NUMBERS, _NUMBERS)),
-    Form("cvt", _cvt_pair, (3,), ("f16x2 bf16x2", "f32")),
-    Form("cvt", _cvt_to_fp8, (3,), ("e4m3x2 e5m2x2", "f32")),
-    Form("cvt", _cvt_to_fp8, (2,), ("e4m3x2 e5m2x2", "f16x2")),
-    Form("cvt", _cvt_from_fp8, (2,), ("f16x2", "e4m3x2 e5m2x2")),
-    Form("cvt", _cvt_pack, (3,), ("u16 s16", "s32")),
-    Form("cvt", _cvt_pack, (4,), ("u8 s8", "s32", "b32")),
+    Form("cvt", _cvt, (2,), (_NUMBERS, _NUMBERS), "sat"),
+    # A float that becomes an integer is clamped with .sat and without.
+    Form("cvt", _cvt, (2,), (_NUMBERS, "f32"), f"{_WHOLE} ftz", "sat"),
+    Form("cvt", _cvt, (2,), (_NUMBERS, "f16 bf16 f64"), _WHOLE, "sat"),
+    # No integer is subnormal.
+    Form("cvt", _cvt, (2,), ("f32", _NUMBERS), f"{DIRECTED} sat", f"{NEAREST} ftz"),
+    Form("cvt", _cvt, (2,), ("f16 bf16 f64", _NUMBERS), f"{DIRECTED} sat", NEAREST),
+    Form("cvt", _cvt, (2,), ("f32", "f32"), f"{_WHOLE} ftz sat"),
+    *(Form("cvt", _cvt, (2,), (t, t), f"{_WHOLE} sat") for t in ("f16", "bf16", "f64")),
+    Form("cvt", _cvt, (2,), ("f32", "f16 bf16"), "ftz sat"),
+    Form("cvt", _cvt, (2,), ("f32", "f64"), f"{DIRECTED} ftz sat", NEAREST),
+    Form("cvt", _cvt, (2,), ("f16", "f32"), f"{DIRECTED} ftz sat relu satfinite", NEAREST),
+    Form("cvt", _cvt, (2,), ("f16", "bf16 f64"), f"{DIRECTED} sat", NEAREST),
+    Form("cvt", _cvt, (2,), ("bf16", "f32"), f"{DIRECTED} relu satfinite", NEAREST),
+    Form("cvt", _cvt, (2,), ("bf16", "f16 f64"), DIRECTED, NEAREST),
+    Form("cvt", _cvt, (2,), ("f64", "f32"), "ftz sat"),
+    Form("cvt", _cvt, (2,), ("f64", "f16 bf16"), "sat"),
+    Form("cvt", _cvt, (2,), ("tf32", "f32"), "rna rz relu satfinite", NEAREST),
+    Form("cvt", _cvt_pair, (3,), ("f16x2 bf16x2", "f32"), "rz relu satfinite", NEAREST),
+    Form("cvt", _cvt_to_fp8, (3,), (_FP8, "f32"), "rn satfinite relu"),
+    Form("cvt", _cvt_to_fp8, (2,), (_FP8, "f16x2"), "rn satfinite relu"),
+    Form("cvt", _cvt_from_fp8, (2,), ("f16x2", _FP8), "relu", NEAREST),
+    Form("cvt", _cvt_pack, (3,), ("u16 s16", "s32"), "", "sat", having="pack"),
+    Form("cvt", _cvt_pack, (4,), ("u8 s8", "s32", "b32"), "", "sat", having="pack"),
     Form("mov", _mov, (2,), (f"pred {MEMORY} {FLOATS} {B128}",)),
-    Form("cvta", _cvta, (2,), ("u32 u64",)),
-    Form("isspacep", _isspacep, (2,)),
+    Form("cvta", _cvta, (2,), ("u32 u64",), f"to {SPACES}"),
+    Form("isspacep", _isspacep, (2,), (), SPACES),
 )

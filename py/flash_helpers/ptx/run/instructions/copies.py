@@ -7,7 +7,7 @@ import numpy as np
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
 from flash_helpers.ptx.run.instructions.arrivals import places_of
-from flash_helpers.ptx.run.instructions.forms import Form
+from flash_helpers.ptx.run.instructions.forms import CACHE_HINTS, Form
 from flash_helpers.ptx.run.machine import Action, Machine, pick
 from flash_helpers.ptx.run.memory.regions import Selection, empty_words
 
@@ -102,4 +102,9 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
-FORMS = (Form("cp", _arrive, (1,), ("b64",), having="mbarrier"), Form("cp", _cp, ()))
+_COPIES = "async shared global ca cg L2::cache_hint commit_group wait_group wait_all"
+
+FORMS = (
+    Form("cp", _arrive, (1,), ("b64",), "shared noinc", "async arrive", having="mbarrier"),
+    Form("cp", _cp, (), (), _COPIES, CACHE_HINTS),
+)

@@ -8,11 +8,20 @@ where the hardware is allowed one or two (PTX ISA 9.0, "Floating-Point Instructi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 
 import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.ptx.run.instructions.forms import FLOATS, HALVES, SINGLES, Builder, Form
+from flash_helpers.ptx.run.instructions.forms import (
+    APPROXIMATE,
+    DIRECTED,
+    HALVES,
+    NEAREST,
+    SINGLES,
+    Builder,
+    Form,
+)
 from flash_helpers.ptx.run.machine import Alu, Compute, Machine
 from flash_helpers.ptx.run.numbers.rounding import (
     F32,
@@ -50,13 +59,6 @@ def _plain(function: Compute) -> Builder:
     return lambda machine, instruction: _same(instruction, function)
 
 
-def _rounding(machine: Machine, instruction: Instruction) -> str:
-    mode = instruction.first(ROUNDINGS) or "rn"
-    if mode != "rn" and instruction.types[-1] != "f32":
-        raise machine.unsupported("directed rounding of this type")
-    return mode
-
-
 # The function of each instruction, and a function with the bits that decide the rounding to
 # float32. No product has more than 53 bits, and no quotient or root of 24-bit numbers lies so near
 # a float32 that 53 bits do not tell on which side.
@@ -71,7 +73,7 @@ _ARITHMETIC: Mapping[str, tuple[Compute, Compute]] = {
 
 
 def _arithmetic(machine: Machine, instruction: Instruction) -> Alu:
-    mode = _rounding(machine, instruction)
+    mode = instruction.first(ROUNDINGS) or "rn"
     function, in_double = _ARITHMETIC[instruction.name]
 
     def directed(*arrays: np.ndarray) -> np.ndarray:
@@ -80,8 +82,19 @@ def _arithmetic(machine: Machine, instruction: Instruction) -> Alu:
     return _same(instruction, function if mode == "rn" else directed)
 
 
+def _fast_division(machine: Machine, instruction: Instruction) -> Alu:
+    """div.approx (PTX ISA 9.0, "div"): "For 2^126 < |b| < 2^128, if a is infinity, div.approx.f32
+    delivers NaN, otherwise it delivers 0", since the reciprocal of b is flushed."""
+
+    def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        is_large = (np.abs(b) > F32.type(2.0**126)) & np.isfinite(b)
+        return np.where(is_large, a * np.copysign(F32.type(0), b), a / b)
+
+    return _same(instruction, divide)
+
+
 def _fma(machine: Machine, instruction: Instruction) -> Alu:
-    type_name, mode = instruction.types[-1], _rounding(machine, instruction)
+    type_name, mode = instruction.types[-1], instruction.first(ROUNDINGS) or "rn"
 
     def once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         exact = add_odd(np.multiply(a, b, dtype=F64), c.astype(F64))
@@ -91,18 +104,24 @@ def _fma(machine: Machine, instruction: Instruction) -> Alu:
 
 
 def _minmax(machine: Machine, instruction: Instruction) -> Alu:
+    """min and max of two or three. `.abs` compares magnitudes; `.xorsign` gives the result the
+    product's sign."""
     smaller, keeps_nan = instruction.name == "min", instruction.has("NaN")
     pairs = {False: (np.fmax, np.fmin), True: (np.maximum, np.minimum)}
     function = pairs[keeps_nan][smaller]
+    if instruction.has("xorsign") and not instruction.has("abs"):
+        raise machine.unsupported(".xorsign goes with .abs")
+
+    def of_all(*arrays: np.ndarray) -> np.ndarray:
+        return reduce(function, map(np.abs, arrays) if instruction.has("abs") else arrays)
 
     def signed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        magnitude = function(np.abs(a), np.abs(b))
-        return np.where(np.signbit(a) ^ np.signbit(b), -magnitude, magnitude)
+        return np.where(np.signbit(a) ^ np.signbit(b), -of_all(a, b), of_all(a, b))
 
-    binary = signed if instruction.has("xorsign") else function
-    if len(instruction.operands) == 4:
-        return _same(instruction, lambda a, b, c: binary(binary(a, b), c))
-    return _same(instruction, binary)
+    if instruction.has("xorsign"):
+        return _same(instruction, signed)
+    is_plain = len(instruction.operands) == 3 and not instruction.has("abs")
+    return _same(instruction, function if is_plain else of_all)
 
 
 _APPROXIMATE: Mapping[str, Compute] = {
@@ -134,20 +153,40 @@ def _testp(machine: Machine, instruction: Instruction) -> Alu:
     return Alu.of(instruction, test, "pred", instruction.types[-1])
 
 
+_ROUNDED = f"{DIRECTED} ftz"
+_F16 = "f16 f16x2"
+_BF16 = "bf16 bf16x2"
+
 FORMS = (
-    Form("add sub mul", _arithmetic, (3,), (FLOATS,)),
-    Form("mad", _fma, (4,), (SINGLES,)),
-    Form("fma", _fma, (4,), (FLOATS,)),
-    Form("div", _arithmetic, (3,), (SINGLES,)),
-    Form("rcp sqrt", _arithmetic, (2,), (SINGLES,)),
-    Form("min max", _minmax, (3, 4), (FLOATS,)),
-    Form("abs", _plain(np.abs), (2,), (FLOATS,)),
-    Form("neg", _plain(np.negative), (2,), (FLOATS,)),
+    Form("add sub mul", _arithmetic, (3,), ("f32",), f"{_ROUNDED} sat", NEAREST),
+    Form("add sub mul", _arithmetic, (3,), ("f32x2",), _ROUNDED, NEAREST),
+    Form("add sub mul", _arithmetic, (3,), (_F16,), "ftz sat", NEAREST),
+    Form("add sub mul", _arithmetic, (3,), (f"{_BF16} f64",), "", NEAREST),
+    Form("mad fma", _fma, (4,), ("f32",), f"{_ROUNDED} sat", NEAREST),
+    Form("fma", _fma, (4,), ("f32x2",), _ROUNDED, NEAREST),
+    Form("fma", _fma, (4,), (_F16,), "ftz sat relu", NEAREST),
+    Form("fma", _fma, (4,), (_BF16,), "relu", NEAREST),
+    Form("mad fma", _fma, (4,), ("f64",), "", NEAREST),
+    Form("div", _fast_division, (3,), ("f32",), "approx ftz", having="approx"),
+    Form("div", _arithmetic, (3,), ("f32",), _ROUNDED, f"{NEAREST} full"),
+    Form("div", _arithmetic, (3,), ("f64",), "", NEAREST),
+    Form("rcp sqrt", _arithmetic, (2,), ("f32",), _ROUNDED, f"{NEAREST} {APPROXIMATE}"),
+    Form("rcp", _arithmetic, (2,), ("f64",), "ftz", f"{NEAREST} {APPROXIMATE}"),
+    Form("sqrt", _arithmetic, (2,), ("f64",), "", NEAREST),
+    Form("min max", _minmax, (3,), (f"f32 {_F16}",), "ftz NaN xorsign abs"),
+    Form("min max", _minmax, (4,), ("f32",), "ftz NaN abs"),
+    Form("min max", _minmax, (3,), (_BF16,), "NaN xorsign abs"),
+    Form("min max", _minmax, (3,), ("f64",)),
+    Form("abs", _plain(np.abs), (2,), (f"f32 {_F16}",), "ftz"),
+    Form("abs", _plain(np.abs), (2,), (f"f64 {_BF16}",)),
+    Form("neg", _plain(np.negative), (2,), (f"f32 {_F16}",), "ftz"),
+    Form("neg", _plain(np.negative), (2,), (f"f64 {_BF16}",)),
     # The sign comes from the first source, the magnitude from the second.
     Form("copysign", _plain(lambda a, b: np.copysign(b, a)), (3,), (SINGLES,)),
-    Form("ex2", _plain(np.exp2), (2,), (f"{HALVES} f32",)),
-    Form("tanh", _approximate, (2,), (f"{HALVES} f32",)),
-    Form("lg2 sin cos", _approximate, (2,), ("f32",)),
-    Form("rsqrt", _approximate, (2,), (SINGLES,)),
-    Form("testp", _testp, (2,), (SINGLES,)),
+    Form("ex2", _plain(np.exp2), (2,), (f"f32 {_BF16}",), "ftz", APPROXIMATE),
+    Form("ex2", _plain(np.exp2), (2,), (_F16,), "", APPROXIMATE),
+    Form("tanh", _approximate, (2,), (f"{HALVES} f32",), "", APPROXIMATE),
+    Form("lg2 sin cos", _approximate, (2,), ("f32",), "ftz", APPROXIMATE),
+    Form("rsqrt", _approximate, (2,), (SINGLES,), "ftz", APPROXIMATE),
+    Form("testp", _testp, (2,), (SINGLES,), " ".join(_TESTS)),
 )

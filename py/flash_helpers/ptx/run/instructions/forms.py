@@ -1,17 +1,18 @@
-"""Forms of instructions: their names, modifiers, types and numbers of operands.
+"""Forms of instructions: their names, modifiers, types and numbers of operands (PTX ISA 9.0,
+"Instructions").
 
-An instruction that no table has is refused, not ignored. The names are those of the PTX ISA 9.0,
-"Instructions", that a builder reads, or that change nothing in the simulator (scopes, memory
-orders, cache hints).
+An instruction that no table has is refused, not ignored, and so is a modifier that its form does
+not name.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 
 import numpy as np
 
@@ -41,42 +42,24 @@ OPERATIONS: Mapping[str, np.ufunc] = {
 }
 """The functions that instructions, atomics and reductions of these names compute."""
 
-_MODIFIERS = frozenset(
-    word
-    for words in (
-        # state spaces, memory
-        "const global local param shared shared::cluster to v2 v4 v8 weak volatile relaxed "
-        "acquire release acq_rel "
-        "cta cluster gpu sys nc ca cg cs lu cv wb wt noftz L1::evict_normal L1::evict_unchanged "
-        "L1::evict_first L1::evict_last L1::no_allocate L2::evict_normal L2::evict_unchanged "
-        "L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B L2::256B fractional range",
-        # copies, atomics
-        "async commit_group wait_group wait_all bulk mbarrier noinc tensor reduce prefetch L2 tile "
-        "mma_async fence 1d 2d 3d 4d 5d mbarrier::complete_tx::bytes bulk_group read "
-        "multicast::cluster "
-        "add and cas dec exch inc max min or xor",
-        # mbarriers
-        "init inval expect_tx complete_tx test_wait try_wait parity arrive_drop noComplete "
-        "pending_count "
-        # comparisons, roundings, floats, integers
-        "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan "
-        "rn rz rm rp rna rni rzi rmi rpi approx full ftz sat satfinite relu NaN xorsign abs "
-        "finite infinite number notanumber normal subnormal "
-        "hi lo wide cc clamp wrap l r shiftamt f4e b4e rc8 ecl ecr rc16 pack",
-        # changes of tensor maps
-        "replace cp_fenceproxy tensormap::generic b1024 global_address rank box_dim global_dim "
-        "global_stride element_stride elemtype interleave_layout swizzle_mode swizzle_atomicity "
-        "fill_mode",
-        # control, warps, matrices
-        "uni sync aligned warp arrive wait red popc up down bfly idx all any ballot "
-        "m8n8 m8n8k4 m8n8k16 m8n8k32 m8n8k128 m16n8k4 m16n8k8 m16n8k16 m16n8k32 m16n8k64 m16n8k128 "
-        "m16n8k256 m16n16k16 m32n8k16 m8n32k16 m16n16k8 row col x1 x2 x4 trans "
-        "load store mma a b c d",
-        # matrices of a warpgroup
-        "sp " + " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16, 32, 64, 256)),
-    )
-    for word in words.split()
+# Modifiers of several forms.
+SPACES = "const global local param shared shared::cluster"
+VECTORS = "v2 v4 v8"
+DIRECTED = "rz rm rp"
+WARP_WIDE = "sync aligned"
+"""Lanes that a mask or `.aligned` demands are waited for whether the opcode says so or not."""
+NEAREST = "rn"
+"""The rounding that is computed where an opcode names none."""
+APPROXIMATE = "approx"
+"""Approximations are rounded to nearest (`floats`)."""
+SCOPES = "cta cluster gpu sys"
+"""Memory is in order for all threads of the device."""
+CACHE_HINTS = (
+    "ca cg cs lu cv wb wt nc L2::cache_hint L2::64B L2::128B L2::256B "
+    "L1::evict_normal L1::evict_unchanged L1::evict_first L1::evict_last L1::no_allocate "
+    "L2::evict_normal L2::evict_unchanged L2::evict_first L2::evict_last"
 )
+"""There are no caches."""
 
 _NOT_SIMULATED: Mapping[str, str] = {
     "surfaces": "suld sust sured suq",
@@ -128,24 +111,33 @@ class Form:
 
     `names`: opcodes up to the first dot, separated by spaces. `operands`: how many there may be;
     none for any number. `types`: for each type in the opcode, in order, the allowed names,
-    separated by spaces. `having`: a modifier that these instructions have, where another form is
-    for instructions without it.
+    separated by spaces. `takes`: the modifiers that the builder reads, separated by spaces.
+    `ignores`: the modifiers that the instructions may have too, and that change nothing here.
+    `having`: a modifier that these instructions have, where another form is for instructions
+    without it.
     """
 
     names: str
     build: Builder
     operands: tuple[int, ...]
     types: tuple[str, ...] = ()
+    takes: str = ""
+    ignores: str = ""
     having: str | None = None
 
     def fits(self, instruction: Instruction) -> bool:
-        """Whether an instruction of its name has this form by its types."""
+        """Whether an instruction of its name and types has this form, its modifiers aside."""
         if self.having is not None and not instruction.has(self.having):
             return False
         return not self.operands or len(instruction.operands) in self.operands
 
+    @cached_property
+    def modifiers(self) -> frozenset[str]:
+        """All modifiers that its instructions may have, without types."""
+        return frozenset(f"{self.takes} {self.ignores} {self.having or ''}".split())
 
-# By name and types; several of them differ in the number of operands.
+
+# By name and types; several of them differ in the number of operands, or in modifiers.
 Forms = Mapping[str, Mapping[tuple[str, ...], list[Form]]]
 
 
@@ -160,9 +152,9 @@ def by_name(forms: Iterable[Form]) -> Forms:
     return {name: dict(of_types) for name, of_types in found.items()}
 
 
-def check_modifiers(machine: Machine, instruction: Instruction) -> None:
+def check_features(machine: Machine, instruction: Instruction) -> None:
     """Raises UnsupportedInstruction, with the feature's name, for features that are not simulated,
-    or that the target of the text lacks, and for a modifier that is not known."""
+    or that the target of the text lacks."""
     written_for = machine.launch.written_for
     for modifier, pattern in _TARGETS.get(instruction.name, {}).items():
         if (not modifier or instruction.has(modifier)) and not fnmatch(written_for, pattern):
@@ -175,25 +167,39 @@ def check_modifiers(machine: Machine, instruction: Instruction) -> None:
     for modifier in instruction.modifiers:
         if modifier in _NOT_SIMULATED_WITH:
             raise machine.unsupported(f"{_NOT_SIMULATED_WITH[modifier]} are not simulated")
-        if modifier not in _MODIFIERS and modifier not in OPCODE_TYPES:
+
+
+def check_modifiers(machine: Machine, instruction: Instruction, known: Collection[str]) -> None:
+    """Raises UnsupportedInstruction for a modifier that is neither known nor a type."""
+    for modifier in instruction.modifiers:
+        if modifier not in known and modifier not in OPCODE_TYPES:
             raise machine.unsupported(f"the modifier .{modifier} is not known")
 
 
 def find_form(machine: Machine, instruction: Instruction, forms: Forms) -> Form:
     """The form of an instruction.
 
-    Raises UnsupportedInstruction if its opcode, a type or the number of its operands is not known.
+    Raises UnsupportedInstruction if the simulator lacks a feature that it names, or if its opcode,
+    a modifier, a type or the number of its operands is not known.
     """
-    known = forms.get(instruction.name)
-    if known is None:
+    check_features(machine, instruction)
+    named = forms.get(instruction.name)
+    if named is None:
         raise machine.unsupported()
-    fitting = known.get(instruction.types)
-    if fitting is None:
+    typed = named.get(instruction.types, [])
+    fitting = [form for form in typed if form.fits(instruction)]
+    written = set(instruction.modifiers) - OPCODE_TYPES
+    for form in fitting:
+        if written <= form.modifiers:
+            return form
+    every = frozenset().union(*(f.modifiers for of_types in named.values() for f in of_types))
+    check_modifiers(machine, instruction, every)
+    if not typed:
         types = ".".join(instruction.types)
         raise machine.unsupported(f"the type .{types} is not known" if types else "it has no type")
-    form = next((form for form in fitting if form.fits(instruction)), None)
-    if form is None:
-        count = len(instruction.operands)
-        counts = " or ".join(str(n) for f in fitting for n in f.operands)
-        raise machine.unsupported(f"{count} operands where {counts} are due")
-    return form
+    if fitting:
+        name = next(m for m in instruction.modifiers if m in written - fitting[0].modifiers)
+        raise machine.unsupported(f"the modifier .{name} is not known for this form of it")
+    count = len(instruction.operands)
+    counts = " or ".join(str(n) for f in typed for n in f.operands)
+    raise machine.unsupported(f"{count} operands where {counts} are due")

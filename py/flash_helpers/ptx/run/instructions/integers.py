@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from flash_helpers.ptx.read.module import Immediate, Instruction
+from flash_helpers.ptx.read.module import Immediate, Instruction, Pair, Sink
 from flash_helpers.ptx.read.types import SCALAR_TYPES
 from flash_helpers.ptx.run.instructions.forms import (
     BITS,
@@ -74,6 +75,8 @@ def _saturated(x: np.ndarray) -> np.ndarray:
 
 def _add_sub(machine: Machine, instruction: Instruction) -> Alu | Action:
     if instruction.has("cc"):
+        if instruction.has("sat"):
+            raise machine.unsupported("a sum that saturates has no carry")
         return _with_carry(machine, instruction)
     function = np.add if instruction.name == "add" else np.subtract
     if instruction.has("sat"):
@@ -82,12 +85,19 @@ def _add_sub(machine: Machine, instruction: Instruction) -> Alu | Action:
 
 
 def _with_carry(machine: Machine, instruction: Instruction) -> Action:
-    """add.cc, addc, sub.cc, subc, mad.cc and madc: the carry flag is one value per lane."""
+    """add.cc, addc, sub.cc, subc, mad.cc and madc: the carry flag is one value per lane.
+
+    PTX ISA 9.0, "sub.cc": "the borrow-out value is written to CC.CF"; "subc": d = a - (b + CC.CF).
+    The machine has no borrow. IADD3 a, -b leaves the carry of a + ~b + 1, which is 1 where nothing
+    is borrowed, and IADD3.X a, ~b adds it. A chain of one kind has the same value either way. Where
+    kinds are mixed, as sub.cc with addc, the value here is the machine's.
+    """
     name, own = instruction.name, dtype_of(instruction.types[-1])
     type_name = f"u{8 * own.itemsize}"
     target = machine.destination(instruction.operands[0], type_name)
     sources = [machine.source(o, type_name) for o in instruction.operands[1:]]
     uses, sets, high = name.endswith("c"), instruction.has("cc"), instruction.has("hi")
+    subtracts = name.startswith("sub")
     carry, dtype = machine.carry, dtype_of(type_name)
 
     def run_some(selection: Selection) -> None:
@@ -95,13 +105,11 @@ def _with_carry(machine: Machine, instruction: Instruction) -> Action:
         if factors:
             a, b = factors[0], first
             first = high_product(a.view(own), b.view(own)).view(dtype) if high else a * b
-        n = carry[selection].astype(dtype) if uses else dtype.type(0)
-        if name.startswith("sub"):
-            result = first - other - n
-            out = (first < other) | ((first == other) & (n > 0))
-        else:
-            result = first + other + n
-            out = (result < first) | ((result == first) & (n > 0))
+        if subtracts:
+            other = ~other
+        n = carry[selection].astype(dtype) if uses else dtype.type(subtracts)
+        result = first + other + n
+        out = (result < first) | ((result == first) & (n > 0))
         target[selection] = result
         if sets:
             carry[selection] = out
@@ -113,7 +121,9 @@ def _mul_mad(machine: Machine, instruction: Instruction) -> Alu | Action:
     """mul and mad: the low half of the product, the high half, or all of it."""
     type_name = instruction.types[-1]
     has_addend = len(instruction.operands) == 4
-    if has_addend and instruction.has("cc"):
+    if instruction.has("cc"):
+        if instruction.first(("wide", "sat")):
+            raise machine.unsupported("only .hi and .lo set the carry flag")
         return _with_carry(machine, instruction)
     if instruction.has("wide"):
         if type_name.endswith("64"):
@@ -127,17 +137,27 @@ def _mul_mad(machine: Machine, instruction: Instruction) -> Alu | Action:
     half = high_product if instruction.has("hi") else np.multiply
     if not has_addend:
         return _same(instruction, half)
-    if instruction.has("hi") and instruction.has("sat"):
-        return _same(instruction, lambda x, y, z: _saturated(half(x, y).astype(_S64) + z))
-    return _same(instruction, lambda x, y, z: half(x, y) + z)
+    add = _addition(machine, instruction)
+    return _same(instruction, lambda x, y, z: add(half(x, y), z))
+
+
+def _addition(machine: Machine, instruction: Instruction) -> Compute:
+    """The last step of a mad: `.sat` clamps the sum of the high half and the addend."""
+    if not instruction.has("sat"):
+        return np.add
+    if not instruction.has("hi"):
+        raise machine.unsupported("only .hi saturates")
+    return lambda high, addend: _saturated(np.add(high, addend, dtype=_S64))
 
 
 def _mul24(machine: Machine, instruction: Instruction) -> Alu:
-    high = instruction.has("hi")
+    """mul24 and mad24: 32 of the product's 48 bits."""
+    shift, add = 16 if instruction.has("hi") else 0, _addition(machine, instruction)
 
     def product(a: np.ndarray, b: np.ndarray, *c: np.ndarray) -> np.ndarray:
         a24, b24 = ((_widened(x) << 40) >> 40 for x in (a, b))
-        return sum(c, (a24 * b24 >> (16 if high else 0)).astype(a.dtype))
+        part = (a24 * b24 >> shift).astype(a.dtype)
+        return add(part, *c) if c else part
 
     return _same(instruction, product)
 
@@ -156,6 +176,18 @@ def _minmax(machine: Machine, instruction: Instruction) -> Alu:
         return _operation(machine, instruction)
     function = OPERATIONS[instruction.name]
     return _same(instruction, lambda a, b: np.maximum(function(a, b), 0))
+
+
+def _halves(machine: Machine, instruction: Instruction) -> Alu:
+    """add, min and max of two 16-bit integers in one register."""
+    half = dtype_of(instruction.types[-1].removesuffix("x2"))
+    function, relu = OPERATIONS[instruction.name], instruction.has("relu")
+
+    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        value = function(*(np.ascontiguousarray(x).view(half).reshape(-1, 2) for x in (a, b)))
+        return (np.maximum(value, 0) if relu else value).view(_U32).reshape(-1)
+
+    return Alu.of(instruction, compute, "b32")
 
 
 def _dot_product(machine: Machine, instruction: Instruction) -> Alu:
@@ -229,6 +261,22 @@ def _lop3(machine: Machine, instruction: Instruction) -> Alu:
         return result
 
     return Alu.of(instruction, compute, "u32")
+
+
+def _lop3_and_test(machine: Machine, instruction: Instruction) -> Alu:
+    """lop3 with a second result: whether the first is not zero, combined with a predicate."""
+    *operands, other = instruction.operands
+    plain = _lop3(machine, replace(instruction, operands=tuple(operands)))
+    target = operands[0]
+    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
+    combine = OPERATIONS[machine.one_of(("and", "or"))]
+
+    def compute(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        *words, given = arrays
+        found = np.asarray(plain.compute(*words))
+        return found, combine(found != 0, given)
+
+    return Alu(((first, "u32"), (second, "pred")), (*plain.sources, (other, "pred")), compute)
 
 
 # The selectors of a mode for the values 0..3 of the third source, in the form of that source
@@ -320,6 +368,28 @@ def _bfind(machine: Machine, instruction: Instruction) -> Alu:
     return Alu.of(instruction, compute, "u32", instruction.types[-1])
 
 
+def _find_set(machine: Machine, instruction: Instruction) -> Alu:
+    """fns: the position of the n-th one of a mask from a base on, upwards or, for a negative n,
+    downwards; n = 0 asks for the base itself."""
+
+    def compute(mask: np.ndarray, base: np.ndarray, n: np.ndarray) -> np.ndarray:
+        position = np.arange(32)
+        bits = (mask[:, None] >> position.astype(_U32) & _U32(1)).astype(bool)
+        start, n = base.astype(_S64)[:, None], n[:, None]
+        ahead = np.where(n < 0, position <= start, position >= start)
+        counted = bits & np.where(n == 0, position == start, ahead)
+        upwards = counted.cumsum(axis=1)
+        downwards = counted[:, ::-1].cumsum(axis=1)[:, ::-1]
+        rank = np.where(n < 0, downwards, upwards)
+        hit = counted & (rank == np.maximum(np.abs(n.astype(_S64)), 1))
+        return np.where(hit.any(axis=1), hit.argmax(axis=1), 0xFFFF_FFFF).astype(_U32)
+
+    def of_all(*arrays: np.ndarray) -> np.ndarray:
+        return compute(*np.broadcast_arrays(*arrays))
+
+    return Alu.of(instruction, of_all, "b32", "b32", "b32", "s32")
+
+
 def _reversed(a: np.ndarray) -> np.ndarray:
     octets = np.ascontiguousarray(a).view(np.uint8).reshape(a.size, -1)
     bits = np.unpackbits(octets, axis=1, bitorder="little")
@@ -353,34 +423,46 @@ _WIDE = "u32 u64 s32 s64"
 _LOGIC = f"pred {BITS}"
 
 FORMS = (
-    Form("add sub", _add_sub, (3,), (INTEGERS,)),
-    Form("addc subc", _with_carry, (3,), (_WIDE,)),
-    Form("mul", _mul_mad, (3,), (INTEGERS,)),
-    Form("mad", _mul_mad, (4,), (INTEGERS,)),
-    Form("madc", _with_carry, (4,), (_WIDE,)),
-    Form("mul24", _mul24, (3,), ("u32 s32",)),
-    Form("mad24", _mul24, (4,), ("u32 s32",)),
+    Form("add sub", _add_sub, (3,), ("s32",), "cc sat"),
+    Form("add sub", _add_sub, (3,), ("u32 u64 s64",), "cc"),
+    Form("add sub", _add_sub, (3,), ("u16 s16",)),
+    Form("addc subc", _with_carry, (3,), (_WIDE,), "cc"),
+    Form("mul", _mul_mad, (3,), (INTEGERS,), "hi lo wide"),
+    Form("mad", _mul_mad, (4,), ("s32",), "hi lo wide cc sat"),
+    Form("mad", _mul_mad, (4,), ("u32 u64 s64",), "hi lo wide cc"),
+    Form("mad", _mul_mad, (4,), ("u16 s16",), "hi lo wide"),
+    Form("madc", _with_carry, (4,), (_WIDE,), "hi lo cc"),
+    Form("mul24", _mul24, (3,), ("u32 s32",), "hi lo"),
+    Form("mad24", _mul24, (4,), ("u32",), "hi lo"),
+    Form("mad24", _mul24, (4,), ("s32",), "hi lo sat"),
     Form("div", _plain(_quotient), (3,), (INTEGERS,)),
     Form("rem", _plain(_remainder), (3,), (INTEGERS,)),
-    Form("min max", _minmax, (3,), (INTEGERS,)),
+    Form("min max", _minmax, (3,), ("s32",), "relu"),
+    Form("min max", _minmax, (3,), ("u16 u32 u64 s16 s64",)),
+    Form("add min max", _halves, (3,), ("u16x2",)),
+    Form("add", _halves, (3,), ("s16x2",)),
+    Form("min max", _halves, (3,), ("s16x2",), "relu"),
     Form("abs", _plain(np.abs), (2,), (SIGNED,)),
     Form("neg", _plain(np.negative), (2,), (SIGNED,)),
     Form("sad", _plain(lambda a, b, c: c + np.where(a > b, a - b, b - a)), (4,), (INTEGERS,)),
-    Form("dp4a dp2a", _dot_product, (4,), ("u32 s32", "u32 s32")),
+    Form("dp4a", _dot_product, (4,), ("u32 s32", "u32 s32")),
+    Form("dp2a", _dot_product, (4,), ("u32 s32", "u32 s32"), "hi lo"),
     Form("and or xor", _operation, (3,), (_LOGIC,)),
     Form("not", _plain(np.invert), (2,), (_LOGIC,)),
     Form("cnot", _plain(lambda a: (a == 0).astype(a.dtype)), (2,), (BITS,)),
     Form("shl", _shift, (3,), (BITS,)),
     Form("shr", _shift, (3,), (f"{BITS} {INTEGERS}",)),
-    Form("shf", _funnel_shift, (4,), ("b32",)),
+    Form("shf", _funnel_shift, (4,), ("b32",), "l r clamp wrap"),
     Form("lop3", _lop3, (5,), ("b32",)),
-    Form("prmt", _prmt, (4,), ("b32",)),
+    Form("lop3", _lop3_and_test, (6,), ("b32",), "and or"),
+    Form("prmt", _prmt, (4,), ("b32",), " ".join(_PRMT_MODES)),
     Form("bfe", _bfe, (4,), (_WIDE,)),
     Form("bfi", _bfi, (5,), ("b32 b64",)),
     Form("popc", _counted(np.bitwise_count), (2,), ("b32 b64",)),
     Form("clz", _counted(lambda a: 8 * a.itemsize - 1 - _highest_bit(a)), (2,), ("b32 b64",)),
-    Form("bfind", _bfind, (2,), (_WIDE,)),
+    Form("bfind", _bfind, (2,), (_WIDE,), "shiftamt"),
+    Form("fns", _find_set, (4,), ("b32",)),
     Form("brev", _plain(_reversed), (2,), ("b32 b64",)),
-    Form("bmsk", _bmsk, (3,), ("b32",)),
-    Form("szext", _szext, (3,), ("u32 s32",)),
+    Form("bmsk", _bmsk, (3,), ("b32",), "clamp wrap"),
+    Form("szext", _szext, (3,), ("u32 s32",), "clamp wrap"),
 )

@@ -26,10 +26,12 @@ from flash_helpers.ptx.run.instructions import (
     wmma,
 )
 from flash_helpers.ptx.run.instructions.forms import (
+    CACHE_HINTS,
+    SCOPES,
+    SPACES,
     Form,
     Forms,
     by_name,
-    check_modifiers,
     find_form,
 )
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick, warp_masks
@@ -101,6 +103,14 @@ def _create_policy(machine: Machine, instruction: Instruction) -> Alu:
     return Alu(((instruction.operands[0], "b64"),), (), lambda: np.zeros(1, np.uint64))
 
 
+_POLICIES = f"fractional range cvt global L2 {CACHE_HINTS}"
+_FENCES = "proxy async async::generic tensormap::generic release acquire global mbarrier_init"
+_FENCES_ALIKE = (
+    f"{SCOPES} gl sc acq_rel alias shared shared::cluster "
+    "sync_restrict::shared::cta sync_restrict::shared::cluster"
+)
+_HINTS = f"{SPACES} L1 L2 tensormap mask wait launch_dependents {CACHE_HINTS}"
+
 FORMS: Forms = by_name(
     (
         *integers.FORMS,
@@ -119,9 +129,12 @@ FORMS: Forms = by_name(
         *runtime.FORMS,
         *clusters.FORMS,
         Form("trap brkpt", _trap, (0,)),
-        Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",)),
+        Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",), ignores=_POLICIES),
         # Of one warp only: the scheduler runs the barriers of a block.
-        Form("bar barrier", _warp_barrier, (1,)),
+        Form("bar barrier", _warp_barrier, (1,), (), "warp", "sync"),
+        Form("membar fence", _fence, (), (), _FENCES, _FENCES_ALIKE),
+        Form("nanosleep", _no_effect, (1,), ("u32",)),
+        Form(WITHOUT_EFFECT, _no_effect, (), ignores=_HINTS),
     )
 )
 
@@ -159,16 +172,9 @@ def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
 
 
 def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
-    if instruction.name in WITHOUT_EFFECT.split():
-        action, members = _no_effect(machine, instruction), None
-    elif instruction.name in ("membar", "fence"):
-        action, members = _fence(machine, instruction), None
-    else:
-        check_modifiers(machine, instruction)
-        form = find_form(machine, instruction, FORMS)
-        built = form.build(machine, instruction)
-        action = machine.bind_alu(built) if isinstance(built, Alu) else built
-        members = warps.member_mask(machine, instruction)
+    built = find_form(machine, instruction, FORMS).build(machine, instruction)
+    action = machine.bind_alu(built) if isinstance(built, Alu) else built
+    members = warps.member_mask(machine, instruction)
     if members is not None:
         action = _checked(machine, action, members, guarded=instruction.guard is not None)
     return action, members

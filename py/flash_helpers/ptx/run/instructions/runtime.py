@@ -160,4 +160,4 @@ def _call(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
-FORMS = (Form("call", _call, ()),)
+FORMS = (Form("call", _call, (), ignores="uni"),)

@@ -22,7 +22,7 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.module import Instruction, Operand
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
-from flash_helpers.ptx.run.instructions.forms import Form
+from flash_helpers.ptx.run.instructions.forms import WARP_WIDE, Form
 from flash_helpers.ptx.run.machine import Action, Alu, Computes, Machine, pick
 from flash_helpers.ptx.run.memory.regions import WINDOWS, Selection
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
@@ -285,10 +285,17 @@ def _movmatrix(machine: Machine, instruction: Instruction) -> Alu:
 
 
 _FACTORS = " ".join(ELEMENTS)
+_PRODUCTS = f"{' '.join(_SHAPES)} row col"
+_OF_INTEGERS = "satfinite xor and popc"
+_MATRICES = "shared m8n8 x1 x2 x4 trans"
+_C = "f16 f32 f64 s32"
 
 FORMS = (
-    Form("mma", _mma, (4,), ("f16 f32 f64 s32", _FACTORS, _FACTORS, "f16 f32 f64 s32")),
-    Form("ldmatrix", _ldmatrix, (2,), ("b16",)),
-    Form("stmatrix", _stmatrix, (2,), ("b16",)),
-    Form("movmatrix", _movmatrix, (2,), ("b16",)),
+    Form("mma", _mma, (4,), ("f16 f32 f64", _FACTORS, _FACTORS, _C), _PRODUCTS, WARP_WIDE),
+    Form(
+        "mma", _mma, (4,), ("s32", _FACTORS, _FACTORS, _C), f"{_PRODUCTS} {_OF_INTEGERS}", WARP_WIDE
+    ),
+    Form("ldmatrix", _ldmatrix, (2,), ("b16",), _MATRICES, WARP_WIDE),
+    Form("stmatrix", _stmatrix, (2,), ("b16",), _MATRICES, WARP_WIDE),
+    Form("movmatrix", _movmatrix, (2,), ("b16",), "", f"{WARP_WIDE} m8n8 trans"),
 )

@@ -14,7 +14,7 @@ from flash_helpers.ptx.errors import (
 )
 from flash_helpers.ptx.read.module import Immediate, Instruction, Operand
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
-from flash_helpers.ptx.run.instructions.forms import Form
+from flash_helpers.ptx.run.instructions.forms import SCOPES, WARP_WIDE, Form
 from flash_helpers.ptx.run.machine import Action, Machine, pick
 from flash_helpers.ptx.run.memory.boxes import CHUNK
 from flash_helpers.ptx.run.memory.regions import Selection
@@ -201,7 +201,10 @@ def _is_whole(operand: Operand) -> bool:
     return isinstance(operand, Immediate) and operand.integer == TENSOR_MAP_BYTES
 
 
+_REPLACED = f"tile b1024 global shared {' '.join(FIELDS)}"
+_COPIED = f"tensormap::generic release {SCOPES} {WARP_WIDE}"
+
 FORMS = (
-    Form("tensormap", _replace, (2, 3), ("b32 b64",), having="replace"),
-    Form("tensormap", _cp_fenceproxy, (3,), having="cp_fenceproxy"),
+    Form("tensormap", _replace, (2, 3), ("b32 b64",), _REPLACED, having="replace"),
+    Form("tensormap", _cp_fenceproxy, (3,), (), "global shared", _COPIED, having="cp_fenceproxy"),
 )

@@ -216,10 +216,10 @@ def member_mask(machine: Machine, instruction: Instruction) -> np.ndarray | None
 
 
 FORMS = (
-    Form("shfl", _shfl, (5,), ("b32",)),
-    Form("vote", _vote, (2, 3), ("pred b32",)),
+    Form("shfl", _shfl, (5,), ("b32",), "sync up down bfly idx"),
+    Form("vote", _vote, (2, 3), ("pred b32",), "sync all any uni ballot"),
     Form("activemask", _activemask, (1,), ("b32",)),
-    Form("match", _match, (3,), ("b32 b64",)),
-    Form("redux", _redux, (3,), ("u32 s32 b32 f32",)),
-    Form("elect", _elect, (2,)),
+    Form("match", _match, (3,), ("b32 b64",), "sync all any"),
+    Form("redux", _redux, (3,), ("u32 s32 b32 f32",), f"sync {' '.join(OPERATIONS)} abs NaN"),
+    Form("elect", _elect, (2,), (), "sync"),
 )

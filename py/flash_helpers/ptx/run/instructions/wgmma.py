@@ -15,7 +15,7 @@ from flash_helpers.ptx.run.asynchronous.products import Product
 from flash_helpers.ptx.run.asynchronous.register_pool import wanted_count
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import per_register
 from flash_helpers.ptx.run.asynchronous.wgmma_sparse import Sparsity
-from flash_helpers.ptx.run.instructions.forms import Form
+from flash_helpers.ptx.run.instructions.forms import WARP_WIDE, Form
 from flash_helpers.ptx.run.instructions.tensor import check_types
 from flash_helpers.ptx.run.machine import Action, Machine, Wait, pick
 from flash_helpers.ptx.run.memory.descriptors import MatrixOperand
@@ -222,9 +222,17 @@ def _names(machine: Machine, operands: tuple[Operand, ...]) -> tuple[str, ...]:
 
 
 _FACTORS = " ".join(_SIGNS)
+_SHAPES = " ".join(f"m{_M}n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16, 32, 64, 256))
 
 FORMS = (
-    Form("setmaxnreg", _setmaxnreg, (1,), ("u32",)),
-    Form("wgmma", _order, (0, 1)),
-    Form("wgmma", _mma_async, (4, 6, 7, 8, 9, 10), ("f16 f32 s32", _FACTORS, _FACTORS)),
+    Form("setmaxnreg", _setmaxnreg, (1,), ("u32",), "inc dec", WARP_WIDE),
+    Form("wgmma", _order, (0, 1), (), "fence commit_group wait_group", WARP_WIDE),
+    Form(
+        "wgmma",
+        _mma_async,
+        (4, 6, 7, 8, 9, 10),
+        ("f16 f32 s32", _FACTORS, _FACTORS),
+        f"mma_async sp satfinite and xor popc {_SHAPES}",
+        WARP_WIDE,
+    ),
 )

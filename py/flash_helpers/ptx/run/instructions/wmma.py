@@ -19,7 +19,7 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
-from flash_helpers.ptx.run.instructions.forms import Form
+from flash_helpers.ptx.run.instructions.forms import NEAREST, SPACES, WARP_WIDE, Form
 from flash_helpers.ptx.run.instructions.tensor import (
     accumulators,
     alu_of_product,
@@ -195,10 +195,29 @@ def _mma(machine: Machine, instruction: Instruction) -> Alu:
     return alu_of_product(types, d, (*a[:n_a], *b[:n_b]), c, compute)
 
 
-_FACTORS = "f16 bf16 tf32 f64 s8 u8 s4 u4 b1"
+_FLOATS = "bf16 tf32 f64"
+_INTEGERS = "s8 u8 s4 u4 b1"
+_PLACES = f"{' '.join(_SHAPES)} row col"
+_MOVES = f"{_PLACES} load store a b c d {SPACES}"
+_PRODUCTS = f"{_PLACES} mma"
 
 FORMS = (
-    Form("wmma", _move, (2, 3), (f"{_FACTORS} f32 s32",)),
-    Form("wmma", _mma, (4,), ("f16 f32", "f16 f32")),
-    Form("wmma", _mma, (4,), ("f32 f64 s32", _FACTORS, _FACTORS, "f32 f64 s32")),
+    Form("wmma", _move, (2, 3), (f"f16 f32 s32 {_FLOATS} {_INTEGERS}",), _MOVES, WARP_WIDE),
+    Form("wmma", _mma, (4,), ("f16 f32", "f16 f32"), _PRODUCTS, WARP_WIDE),
+    Form(
+        "wmma",
+        _mma,
+        (4,),
+        ("f32 f64", _FLOATS, _FLOATS, "f32 f64"),
+        _PRODUCTS,
+        f"{WARP_WIDE} {NEAREST}",
+    ),
+    Form(
+        "wmma",
+        _mma,
+        (4,),
+        ("s32", _INTEGERS, _INTEGERS, "s32"),
+        f"{_PRODUCTS} satfinite xor and popc",
+        WARP_WIDE,
+    ),
 )
