@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tma_snippets import BARRIER_INITS, EXPECT, INIT, run, wait
+from tma_snippets import BARRIER_INITS, EXPECT, INIT, LOAD, LOAD_BYTES, run, wait
 
 from flash_helpers.ptx import BulkCopyError, ProxyError
 
@@ -89,3 +89,79 @@ class TestStoresToOtherBlocks:
         words = r"object is in block \(0, 0, 0\), the destination in block \(1, 0, 0\)"
         with pytest.raises(BulkCopyError, match=words):
             self.exchange("%r0")
+
+
+class TestGlobalMemory:
+    """Thread `writer` writes the first words of the input, which a bulk copy of thread 0 reads."""
+
+    LOAD_BYTES = f"@%p0 {LOAD_BYTES} [smem], [%rd0], 512, [bar];"
+    LOAD_BOX = f"@%p0 {LOAD} [smem], [%rd2, {{0, 0}}], [bar];"
+    WRITES = ("st.global.u32", "st.u32", "st.global.u16", "red.global.add.u32")
+
+    def run(
+        self,
+        after: str = "",
+        before: str = "",
+        write: str = WRITES[0],
+        writer: int = 0,
+        *,
+        copy: str = LOAD_BYTES,
+    ) -> float:
+        body = f"""
+        @%p0 {INIT} [bar], 1;
+        @%p0 {BARRIER_INITS}
+        setp.eq.u32 %p1, %tid, {writer};
+        mov.u32 %r4, 7;
+        mov.u16 %h0, 7;
+        @%p1 {write} [%rd0], {"%h0" if "u16" in write else "%r4"};
+        {after}
+        bar.sync 0;
+        {before}
+        @%p0 {EXPECT} [bar], 512;
+        {copy}
+        {wait("bar", 0)}
+        ld.shared.u32 %r3, [smem];
+        @%p0 st.global.u32 [%rd1], %r3;
+        """  # fmt: skip
+        return run(body)[1][0]
+
+    @pytest.mark.parametrize("copy", [LOAD_BYTES, LOAD_BOX])
+    @pytest.mark.parametrize("fence", ["fence.proxy.async;", "fence.proxy.async.global;"])
+    @pytest.mark.parametrize("writer", [0, 33])
+    def test_fenced(self, fence: str, copy: str, writer: int) -> None:
+        assert self.run(fence, writer=writer, copy=copy) == 7
+        assert self.run(before=f"@%p0 {fence}", writer=writer, copy=copy) == 7
+
+    @pytest.mark.parametrize("write", WRITES)
+    @pytest.mark.parametrize("copy", [LOAD_BYTES, LOAD_BOX])
+    def test_not_fenced(self, write: str, copy: str) -> None:
+        words = rf"read of global memory by a bulk copy, and write by its thread at .*{write}"
+        with pytest.raises(ProxyError, match=words):
+            self.run(write=write, copy=copy)
+
+    @pytest.mark.parametrize("fence", [FENCE, "@!%p0 fence.proxy.async;"])
+    def test_fenced_for_other_memory_or_by_threads_that_do_not_know_of_it(self, fence: str) -> None:
+        with pytest.raises(ProxyError, match=r"no fence.proxy.async between them that covers"):
+            self.run(fence)
+
+    def test_written_by_another_thread_before_a_barrier(self) -> None:
+        with pytest.raises(ProxyError, match=r"and write by .* warp 1 lane 1 at"):
+            self.run(writer=33)
+
+    FILLED = "@%p0 st.shared.v4.u32 [smem], {%tid, %tid, %tid, %tid};\n"
+
+    def test_that_a_reduction_adds_to(self) -> None:
+        """Zeros of its thread."""
+        reduction = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32"
+        zeros = f"{self.FILLED}@%p0 st.global.u32 [%rd1+8], %tid;\n"
+        adds = f"@%p0 {reduction} [%rd1], [smem], 16;\n{STORED}"
+        run(zeros + "fence.proxy.async;\n" + adds)
+        with pytest.raises(ProxyError, match="write of global memory by a bulk copy, and write by"):
+            run(zeros + FENCE + adds)
+
+    def test_of_other_bytes(self) -> None:
+        write, copy = (
+            "@%p0 st.global.u32 [%rd1+16], %tid;",
+            f"@%p0 {STORE_BYTES} [%rd1], [smem], 16;",
+        )
+        run(f"{self.FILLED}{FENCE}{write}\n{copy}\n{STORED}")

@@ -163,9 +163,10 @@ class RaceError(SimulatorError, title="shared-memory race"):
 
 
 class ProxyError(SimulatorError, title="missing proxy fence"):
-    """An agent touches shared memory that a thread has written, and no `fence.proxy.async` stands
-    between the two. Or a tensor copy reads a tensor map that a thread has changed, with no
-    `fence.proxy.tensormap` between. The write is in order, but may not be visible to the agent.
+    """An agent touches shared or global memory that a thread has written, and no
+    `fence.proxy.async` stands between the two. Or a tensor copy reads a tensor map that a thread
+    has changed, with no `fence.proxy.tensormap` between. The write is in order, but may not be
+    visible to the agent.
 
     Source: PTX ISA 9.0, "Async Proxy": accessing the same memory location across multiple proxies
     needs a cross-proxy fence.

@@ -29,7 +29,7 @@ from flash_helpers.ptx.read.module import (
     Symbol,
     Vector,
 )
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType, size_of
 from flash_helpers.ptx.run.asynchronous.cluster_barrier import ClusterBarrier
 from flash_helpers.ptx.run.asynchronous.pending import AsyncCopies
 from flash_helpers.ptx.run.asynchronous.phases import Phases
@@ -52,6 +52,7 @@ from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.poison import Memory, Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
+from flash_helpers.ptx.run.watch.written import GlobalWrites
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
 
 RunSome = Callable[[Selection], None]
@@ -160,6 +161,20 @@ def _has_agents(program: Program) -> bool:
     return any(i.name in marks and i.has(marks[i.name]) for i in program.instructions)
 
 
+def _narrowest_write(program: Program) -> int:
+    """Bytes of the narrowest write of threads to global memory, in a kernel with bulk copies; 0 if
+    there is none."""
+    if not any(i.name == "cp" and i.has("bulk") for i in program.instructions):
+        return 0
+    spaces = {"shared", "shared::cluster", "local", "param"}
+    sizes = [
+        size_of(i.types[-1])
+        for i in program.instructions
+        if i.name in ("st", "atom", "red") and i.types and not i.first(spaces)
+    ]
+    return min(sizes, default=0)
+
+
 def _tensor_maps(data: np.ndarray) -> np.ndarray:
     """Positions of tensor maps in bytes."""
     words = data[: data.size // 8 * 8].view(np.uint64)[:: TENSOR_MAP_ALIGNMENT // 8]
@@ -231,8 +246,11 @@ class Machine:
             order, granule, stride = self.shared.order, self.shared.granule, self.shared.stride
             lints = Lints(geometry, order, self.phases.passed, log, granule, stride)
             self.shared.lanes.touched = lints.touch
+        writes, narrowest = None, _narrowest_write(program)
+        if narrowest:
+            writes = GlobalWrites(geometry, self.shared.order, memory, narrowest)
         self.transfers = Transfers(
-            self.shared, memory, self.phases, self.poison, self.copies, log, random, lints
+            self.shared, memory, self.phases, self.poison, self.copies, log, random, lints, writes
         )
         self.warpgroups = Warpgroups(
             geometry,

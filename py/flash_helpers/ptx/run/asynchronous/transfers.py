@@ -20,7 +20,7 @@ from weakref import proxy
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import OverlappingStoresLint, PendingCopyError
+from flash_helpers.ptx.errors import OverlappingStoresLint, PendingCopyError, ProxyError
 from flash_helpers.ptx.run.asynchronous.pending import AsyncCopies
 from flash_helpers.ptx.run.asynchronous.phases import Phases
 from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span, first_common
@@ -32,6 +32,7 @@ from flash_helpers.ptx.run.watch.marks import missed_by_wait
 from flash_helpers.ptx.run.watch.order import Knowledge, join
 from flash_helpers.ptx.run.watch.poison import Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
+from flash_helpers.ptx.run.watch.written import GlobalWrites
 
 CHANCE = 0.25
 """Probability that pending work is done after a step of the threads, where that is random."""
@@ -138,7 +139,8 @@ class _Groups:
 @dataclass(eq=False, repr=False)
 class Transfers:
     """Copies of a batch by TMA that are on their way. `random`: decides the order in which they
-    complete; with None they complete as late as possible."""
+    complete; with None they complete as late as possible. `writes`: the writes of threads to global
+    memory, in a kernel that has any."""
 
     shared: WatchedMemory
     memory: DeviceMemory
@@ -148,6 +150,7 @@ class Transfers:
     log: FaultLog
     random: np.random.Generator | None = None
     lints: Lints | None = None
+    writes: GlobalWrites | None = None
 
     def __post_init__(self) -> None:
         self.incoming: list[Load | Arrival] = []
@@ -182,6 +185,7 @@ class Transfers:
         of global memory that it reads. `copies`: lanes that make the same copy."""
         if piece is not None:
             self._check_load(position, lane, piece)
+            self._check_fenced("read", position, lane, piece, issued)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
         granules, lints, read_from = self._granules(rows, unit), self.lints, None
         accesses = self.shared.agents.begin_write(position, agents, lanes, [issued], granules[None])
@@ -218,6 +222,7 @@ class Transfers:
         self._check_store(position, int(lanes[0]), target, is_reduction=reduction is not None)
         granules = self._granules(chunks, CHUNK)
         issued = self.shared.order.knowledge_of_each(lanes)
+        self._check_fenced("write", position, int(lanes[0]), target, issued)
         (access,), unwritten = self.shared.agents.begin_read(
             position, np.array([self._agent(lanes)]), lanes[:1], [issued], granules[None]
         )
@@ -270,6 +275,24 @@ class Transfers:
             self._written = np.zeros(size, np.uint8)
             self._written[: before.size] = before
         return piece.view(self._written, ARENA_BASE)
+
+    def _check_fenced(
+        self, action: str, position: int, lane: int, piece: Box | Span, issued: Knowledge
+    ) -> None:
+        """Reports a copy that does not see what a thread has written to global memory before."""
+        found = None if self.writes is None else self.writes.hidden(lane, piece, issued)
+        if found is not None:
+            writer, written_at, address = found
+            who = "its thread" if writer == lane else str(self.shared.geometry.thread(writer))
+            self.log.report(
+                ProxyError,
+                f"{action} of global memory by a bulk copy, and write by {who} at "
+                f"{self.log.site(written_at)}\n    with no fence.proxy.async between them that "
+                "covers global memory",
+                position,
+                self.shared.geometry.thread(lane),
+                address,
+            )
 
     def _check_load(self, position: int, lane: int, piece: Box | Span) -> None:
         """Reports a copy that reads bytes which a store may still write."""

@@ -219,6 +219,9 @@ class Port:
                 self._check_sources(action, addresses, lanes)
             if machine.transfers.is_busy:
                 self._check_transfers(action, addresses, lanes)
+            if machine.transfers.writes is not None and action != "read":
+                mine = machine.lanes_of(lanes)
+                machine.transfers.writes.note(position, mine, addresses, size)
             machine.tally.global_access(position, addresses, size, machine.counted(lanes))
         elif rows.size and space == "local":
             unwritten = machine.local.note(action, rows, size)

@@ -36,6 +36,7 @@ from flash_helpers.ptx.run.instructions.forms import (
 )
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick, warp_masks
 from flash_helpers.ptx.run.memory.regions import Selection
+from flash_helpers.ptx.run.watch.order import GLOBAL, SHARED
 
 WITHOUT_EFFECT = "nanosleep prefetch prefetchu pmevent discard applypriority griddepcontrol"
 """The simulator has no caches and no clock, so hints change nothing."""
@@ -49,8 +50,10 @@ def _fence(machine: Machine, instruction: Instruction) -> Action:
     """membar and fence. Memory is in order in the simulator: only the watcher's knowledge changes.
     Fences between proxies other than generic and async order nothing here."""
     order = machine.shared.order
-    if _makes_visible(instruction):
-        return machine.from_some(lambda selection: order.proxy_fence(machine.lanes_of(selection)))
+    if planes := _made_visible(machine, instruction):
+        return machine.from_some(
+            lambda selection: order.proxy_fence(machine.lanes_of(selection), planes)
+        )
     if instruction.has("tensormap::generic"):
         return tensor_maps.fence(machine, instruction)
     if instruction.has("mbarrier_init"):
@@ -68,12 +71,16 @@ def _fence(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
-def _makes_visible(instruction: Instruction) -> bool:
-    """Whether a fence lets the async proxy see writes of the generic proxy to shared memory. It
-    does not if it names global memory, or only acquires (PTX ISA 9.0, "membar/fence")."""
+def _made_visible(machine: Machine, instruction: Instruction) -> tuple[int, ...]:
+    """The memories of which a fence lets the async proxy see writes of the generic proxy: those
+    that it names, or all; none if it only acquires (PTX ISA 9.0, "membar/fence")."""
     if instruction.has("async::generic"):
-        return instruction.has("release")
-    return instruction.has("proxy") and instruction.has("async") and not instruction.has("global")
+        return (SHARED,) if instruction.has("release") else ()
+    if not instruction.has("proxy") or not instruction.has("async"):
+        return ()
+    named = instruction.first(("global", "shared", "shared::cluster"))
+    planes = {"global": (GLOBAL,), None: (SHARED, GLOBAL)}.get(named, (SHARED,))
+    return tuple(p for p in planes if p == SHARED or machine.transfers.writes is not None)
 
 
 def _warp_barrier(machine: Machine, instruction: Instruction) -> Action:

@@ -60,10 +60,15 @@ class Strength:
 WEAK = Strength()
 
 
+SHARED, GLOBAL = 1, 2
+"""Planes of knowledge: the accesses to shared memory, and those to global memory, that are visible
+to agents."""
+
+
 @dataclass(frozen=True)
 class Knowledge:
     """Knowledge at some moment in a cluster, (planes, columns) as in `Order`. The first plane has
-    the times up to which accesses are known, the second those up to which they are known to be
+    the times up to which accesses are known, the others those up to which they are known to be
     visible to agents. `fenced`: the same for knowledge that fences had released; None if there was
     none."""
 
@@ -87,7 +92,8 @@ class Order:
     """The knowledge that each lane of a batch has of the lanes and agents of its cluster.
 
     `_table[0, r, c]` is the time up to which row r knows all of column c; `_table[1]`, made by the
-    first proxy fence, that up to which it knows that to be visible to agents. There is a row for
+    first proxy fence, that up to which it knows that to be visible to agents; `_table[2]`, made
+    where it matters, is the same for global memory. There is a row for
     each warp; a lane that knows more than its warp has one of its own. There is a column for each
     warp of a cluster: in a warp's row, that of the warp itself says up to when its lanes know each
     other. Behind these stand the columns of agents, and of lanes that have released something
@@ -412,26 +418,29 @@ class Order:
         self._table[1, self._row_of[lane], agent] = known
         self._fenced[:2, lane, agent] = known
 
-    def proxy_fence(self, lanes: np.ndarray) -> None:
+    def proxy_fence(self, lanes: np.ndarray, planes: Sequence[int] = (SHARED,)) -> None:
         """Lanes of the batch execute `fence.proxy.async`: their own and known accesses become
-        visible to agents, for every lane that knows of the fence."""
-        self._table = _fit(self._table, (2, 0, 0))
+        visible to agents, for every lane that knows of the fence. `planes`: SHARED, GLOBAL, by the
+        memory that it covers."""
+        self._table = _fit(self._table, (max(planes) + 1, 0, 0))
         warps, alone = _whole_warps(lanes)
         if alone.size:
             self._give_columns(self._place[alone])
             self._give_rows(alone)
             self._tell_of_mates(alone)
         rows = np.unique(self._row_of[lanes])
-        self._table[1, rows] = np.maximum(self._table[1, rows], self._table[0, rows])
         whole = _lanes_of_warps(warps)
-        self._table[1, self._row_of[whole], self._place[whole] // WARP] = self.now
-        self._table[1, self._row_of[alone], self._column_of[self._place[alone]]] = self.now
+        for plane in planes:
+            table = self._table[plane]
+            table[rows] = np.maximum(table[rows], self._table[0, rows])
+            table[self._row_of[whole], self._place[whole] // WARP] = self.now
+            table[self._row_of[alone], self._column_of[self._place[alone]]] = self.now
         self.now += 1
 
-    def stacked(self, several: Sequence[Knowledge]) -> np.ndarray:
-        """Knowledge of several moments as one array, (2, n, columns)."""
-        shape = (2, self._n_columns)
-        return np.stack([_fit(knowledge.known, shape) for knowledge in several], axis=1)
+    def stacked(self, several: Sequence[Knowledge], planes: int = 2) -> np.ndarray:
+        """Knowledge of several moments as one array, (planes, n, columns)."""
+        shape = (planes, self._n_columns)
+        return np.stack([_fit(knowledge.known, shape)[:planes] for knowledge in several], axis=1)
 
     def lanes_in(self, known: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Times of places (n, k) in one plane (n, columns) of `stacked`."""
