@@ -58,11 +58,12 @@ def evaluate(
     declarations: str = "",
     threads: int = 32,
     before: str = "",
+    target: str = "sm_80",
 ) -> np.ndarray:
     """The values of ``%d`` after ``body``, one for each thread.
 
     inputs: register name to PTX type and values; values are repeated to fill the threads. result:
-    PTX type of ``%d``. declarations: further declarations of the function.
+    PTX type of ``%d``. declarations: further declarations of the function. target: of the text.
     """
     arrays, parameters = [], []
     lines = [f".reg .{register_type(result)} %d;", ".reg .b64 %at, %base;"]
@@ -88,6 +89,7 @@ def evaluate(
         f"st.global.b{8 * out_type.itemsize} [%at], %d;",
     ]
     text = entry("\n".join([*code, body, *tail]), ", ".join(parameters), "\n".join(lines), before)
+    text = text.replace("sm_80", target)
     return launch_on(text, arrays, block=threads)[1][-1]
 
 

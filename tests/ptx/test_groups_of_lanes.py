@@ -27,7 +27,8 @@ def of_groups(function, values):
 
 def in_thirds(body, values, type_name="u32", result="u32"):
     inputs = {"a": (type_name, list(values))}
-    return evaluate(THREE + body, inputs, result, declarations=DECLARATIONS)
+    target = "sm_100a" if type_name == "f32" else "sm_80"
+    return evaluate(THREE + body, inputs, result, declarations=DECLARATIONS, target=target)
 
 
 REDUX = {

@@ -85,22 +85,21 @@ def test_a_variable_of_what_is_not_simulated_refuses_the_kernel_that_uses_it(kin
         module.kernel("k").launch(grid=1, block=32)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100a"])
 @pytest.mark.parametrize(
-    "text",
+    ("text", "targets"),
     [
-        "wgmma.fence.sync.aligned;",
-        "wgmma.commit_group.sync.aligned;",
-        "setmaxnreg.dec.sync.aligned.u32 40;",
-        "tensormap.replace.tile.rank.shared::cta.b1024.b32 [s], 1;",
+        ("wgmma.fence.sync.aligned;", "sm_80 sm_90 sm_100a"),
+        ("wgmma.commit_group.sync.aligned;", "sm_90 sm_120f"),
+        ("setmaxnreg.dec.sync.aligned.u32 40;", "sm_90 sm_100"),
+        ("tensormap.replace.tile.rank.shared::cta.b1024.b32 [s], 1;", "sm_90 sm_120"),
+        ("redux.sync.min.f32 %a, %a, -1;", "sm_80 sm_90a sm_100 sm_120a"),
     ],
 )
-def test_what_only_some_targets_have(target, text):
-    module = load_ptx(entry(text, declarations=DECLARATIONS).replace("sm_80", target))
-    if target == "sm_100a" and "wgmma" not in text:
-        return
-    with pytest.raises(UnsupportedInstruction, match=f"has .target {target}, and this needs sm_"):
-        module.kernel("k").launch(grid=1, block=128, target="sm_90a")
+def test_what_only_some_targets_have(text, targets):
+    for target in targets.split():
+        module = load_ptx(entry(text, declarations=DECLARATIONS).replace("sm_80", target))
+        with pytest.raises(UnsupportedInstruction, match=f"has .target {target}, and this needs"):
+            module.kernel("k").launch(grid=1, block=128, target="sm_90a")
 
 
 def test_an_opcode_that_only_begins_like_one_is_not_taken_for_it():

@@ -94,6 +94,7 @@ _TARGETS: Mapping[str, Mapping[str, str]] = {
     "wgmma": {"": "sm_90a"},
     "setmaxnreg": {"": "sm_*[af]"},
     "tensormap": {"replace": "sm_*[af]"},
+    "redux": {"f32": "sm_10[0-9][af]"},
 }
 """Targets of the text that an opcode needs, by its name and a modifier ("Target ISA Notes" of each;
 ptxas 13.0 refuses the others)."""
@@ -159,7 +160,7 @@ def check_features(machine: Machine, instruction: Instruction) -> None:
     for modifier, pattern in _TARGETS.get(instruction.name, {}).items():
         if (not modifier or instruction.has(modifier)) and not fnmatch(written_for, pattern):
             raise machine.unsupported(
-                f"the text has .target {written_for}, and this needs {pattern}: compile for sm_90a"
+                f"the text has .target {written_for}, and this needs one like {pattern}"
             )
     for opcode, what in _REFUSED.get(instruction.name, ()):
         if f"{instruction.opcode}.".startswith(f"{opcode}."):
