@@ -14,12 +14,13 @@ from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import cold_blocks, is_replay, is_wait, main_loop
 from flash_helpers.sass.analyse.report import report_on, verdicts
 from flash_helpers.sass.analyse.roles import Role, roles
-from flash_helpers.sass.analyse.warp_values import blocks_of_warps
+from flash_helpers.sass.analyse.warp_values import ways_of_warps
 from flash_helpers.sass.read.reader import load_kernel
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.report_text import report_json, report_text
 
 PLANTED = Path(__file__).parent / "kernels/roles.sm_90a.cubin"
+DISPATCH = PLANTED.with_name("dispatch.sm_90a.cubin")
 HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24"
 # one warp group copies, the others multiply; each waits for the other
 SPECIALISED = f"""
@@ -62,7 +63,11 @@ def warps_at(text: str, warps: int = 8) -> list[int]:
     """The warps that may execute the FADD of a kernel."""
     found = kernel(text)
     (block,) = {i.block for i in found.instructions if i.base == "FADD"}
-    return [warp for warp, own in enumerate(blocks_of_warps(found, warps)) if block in own]
+    return [
+        warp
+        for warp, own in enumerate(ways_of_warps(found, 32 * warps, warps))
+        if block in own.blocks
+    ]
 
 
 def named(found: Kernel, threads: int) -> dict[str, Role]:
@@ -162,6 +167,29 @@ def test_a_wait_asks_and_does_no_work(body, waits):
         ("SHF.R.S32.HI R4, RZ, 0x1f, R2\nLEA.HI R4, R4, R2, RZ, 0x7\n"
          "SHF.R.S32.HI R4, RZ, 0x7, R4\nISETP.NE.AND P0, PT, R4, RZ, PT", [4, 5, 6, 7]),
         ("IADD3 R3, R2, -0x40, RZ\nISETP.LT.AND P0, PT, R3, RZ, PT", [0, 1]),
+        # constants of two halves, selected, packed in a register and read again
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nHFMA2.MMA R5, -RZ, RZ, 0, 1.78813934326171875e-07\n"
+         "ISETP.EQ.AND P0, PT, R3, R5, PT", [3]),
+        ("ISETP.GE.AND P1, PT, R2, 0x80, PT\nSEL R3, RZ, 0x2, !P1\n"
+         "ISETP.EQ.AND P0, PT, R3, 0x2, PT", [4, 5, 6, 7]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nVIMNMX.U32 R3, R3, 0x5, PT\n"
+         "ISETP.EQ.AND P0, PT, R3, 0x5, PT", [5, 6, 7]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nIMAD.MOV.U32 R4, RZ, RZ, -0x3\n"
+         "VIADDMNMX.U32 R3, R3, R4, 0x2, PT\nISETP.EQ.AND P0, PT, R3, 0x2, PT", [0, 1, 2, 5, 6, 7]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nR2P PR, R3, 0x7\nPLOP3.LUT P0, PT, P1, P2, PT, 0x80, 0x0",
+         [6, 7]),
+        ("ISETP.GE.AND P1, PT, R2, 0x80, PT\nP2R R3, PR, RZ, 0x2\n"
+         "ISETP.NE.AND P1, PT, R9, RZ, PT\nLOP3.LUT P0, RZ, R3, 0x2, RZ, 0xc0, !PT", [4, 5, 6, 7]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nPRMT R3, R3, 0x7604, RZ\n"
+         "ISETP.EQ.AND P0, PT, R3, 0x300, PT", [3]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nLOP3.LUT R3, R3, 0x3, RZ, 0x3c, !PT\n"
+         "ISETP.EQ.AND P0, PT, R3, RZ, PT", [3]),
+        ("S2R R3, SR_LANEID\nIMAD R3, R3, -0x1, R2\nISETP.EQ.AND P0, PT, R3, 0x60, PT", [3]),
+        # a copy under a guard
+        ("ISETP.GE.AND P1, PT, R2, 0x80, PT\nMOV R3, RZ\n@P1 MOV R3, 0x1\n"
+         "ISETP.EQ.AND P0, PT, R3, 0x1, PT", [4, 5, 6, 7]),
+        ("ISETP.EQ.AND P1, PT, R2, 0x80, PT\nMOV R3, RZ\n@P1 MOV R3, 0x1\n"
+         "ISETP.EQ.AND P0, PT, R3, 0x1, PT", [4]),
         # with what nobody knows
         ("ISETP.NE.AND P1, PT, R9, RZ, PT\nISETP.LT.AND P0, PT, R2, 0x40, P1", [0, 1]),
         ("ISETP.NE.AND P1, PT, R9, RZ, PT\nISETP.GE.OR P0, PT, R2, 0x40, P1", list(range(8))),
@@ -202,9 +230,13 @@ def test_warps_that_run_the_same_loops_have_no_roles():
     same += "loop: FADD R1, R1, R1\n@P1 BRA loop\nEXIT"
     assert roles(kernel(same), 256) == ()
     assert roles(kernel("EXIT"), 256) == ()
-    # one warp, or numbers of which one coordinate does not tell
-    assert roles(kernel(SPECIALISED), 32) == ()
-    assert roles(kernel(f"S2R R9, SR_TID.Y\n{SPECIALISED}"), 384) == ()
+    assert roles(kernel(SPECIALISED), 32) == ()  # one warp
+
+
+def test_one_coordinate_does_not_tell_the_roles_of_a_block_of_several_dimensions():
+    (role,) = roles(kernel(f"S2R R9, SR_TID.Y\n{SPECIALISED}"), 384)
+    assert (role.name, role.warps, role.working_loop) == ("not known", tuple(range(12)), None)
+    assert "'@P0 BRA 0xd0' at 0x0040 leads to loops 0 or 2" in role.reason
 
 
 def test_roles_of_one_kind_are_numbered():
@@ -222,6 +254,90 @@ def test_roles_of_one_kind_are_numbered():
     found = named(kernel(text), 256)
     assert list(found) == ["consumer 1", "consumer 2"]
     assert found["consumer 1"].warps == (0, 1, 2, 3)
+
+
+# Two loops of which a warp runs one, by P0.
+EITHER = f"""
+    S2R R2, SR_TID.X
+    SHF.R.U32.HI R3, RZ, 0x5, R2
+    CONDITION
+    @P0 BRA second
+    first: {HGMMA}
+    @P1 BRA first
+    EXIT
+    second: FADD R1, R1, R1
+    @P1 BRA second
+    EXIT
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_known"),
+    (
+        ("ISETP.LT.AND P0, PT, R3, 0x2, PT", True),
+        # the same for all warps, whatever it is
+        ("LDC R5, c[0x0][0x210]\nISETP.NE.AND P0, PT, R5, RZ, PT", True),
+        ("S2R R5, SR_CTAID.X\nISETP.NE.AND P0, PT, R5, RZ, PT", True),
+        ("LDS R5, [RZ]\nFSETP.GT.AND P0, PT, R5, RZ, PT", True),
+        # not the same
+        ("LDS R5, [R2]\nISETP.NE.AND P0, PT, R5, RZ, PT", False),
+        ("LDL R5, [R1]\nISETP.NE.AND P0, PT, R5, RZ, PT", False),
+        ("ATOMS.ADD R5, [RZ], R4\nISETP.NE.AND P0, PT, R5, RZ, PT", False),
+        ("POPC R5, R3\nISETP.NE.AND P0, PT, R5, RZ, PT", False),
+        ("LDC R5, c[0x3][R3]\nISETP.NE.AND P0, PT, R5, RZ, PT", False),
+        ("CALL.ABS.NOINC R20", False),
+        # known on one way, or for some warps only
+        ("ISETP.NE.AND P0, PT, R9, RZ, PT\n@P0 BRA more\nISETP.LT.AND P0, PT, R3, 0x2, PT\n"
+         "more: NOP", False),
+        ("MOV R5, RZ\nISETP.EQ.AND P2, PT, R3, 0x2, PT\n@P2 LDG.E R5, [R6.64]\n"
+         "ISETP.NE.AND P0, PT, R5, RZ, PT", False),
+    ),
+)  # fmt: skip
+def test_a_role_is_not_known_where_warps_may_differ_in_what_is_not_known(condition, is_known):
+    found = roles(kernel(EITHER.replace("CONDITION", condition)), 256)
+    assert all(not role.reason for role in found) == is_known
+    if not is_known:
+        unknown = next(role for role in found if role.reason)
+        assert unknown.name == "not known" and unknown.working_loop is None
+        assert "leads to loops 0 or 1, by a value that is not known" in unknown.reason
+
+
+def test_a_turn_of_a_loop_or_none_and_an_early_end_leave_a_role_known():
+    text = f"""
+        S2R R2, SR_TID.X
+        LDG.E R5, [R2.64]
+        ISETP.NE.AND P0, PT, R5, RZ, PT
+        @P0 EXIT
+        @P0 BRA behind
+        first: {HGMMA}
+        inner: FADD R1, R1, R1
+        @P0 BRA inner
+        @P0 BRA first
+        behind: FADD R1, R1, R1
+        @P0 BRA behind
+        EXIT
+    """
+    assert roles(kernel(text), 256) == ()
+
+
+def test_a_jump_without_a_table_leaves_roles_unknown():
+    text = "S2R R2, SR_TID.X\nloop: FADD R1, R1, R1\n@P0 BRA loop\nBRX R4, -0x30\nEXIT"
+    (role,) = roles(kernel(text), 256)
+    assert role.reason == "the targets of 'BRX R4, -0x30' at 0x0030 are not told"
+
+
+def test_without_roles_there_is_no_bound():
+    facts = facts_of(
+        kernel(EITHER.replace("CONDITION", "LDS R5, [R2]\nISETP.NE.AND P0, PT, R5, RZ, PT"))
+    )
+    report = report_on(facts)
+    assert report.loop is not None and facts.loop_warps(report.loop) is None
+    assert facts.bound_cycles is None
+    text = report_text(report)
+    assert "The role of warps 0 to 11 is not known: '@P0 BRA 0x80' at 0x0040 leads to loops" in text
+    assert "No bound: how many warps run the loop is not known." in text
+    assert "Bound by" not in text and "Lower bounds" not in text
+    assert report_json(report)["bound"]["cycles"] is None
 
 
 # -- of a compiled kernel --------------------------------------------------------------------------
@@ -248,6 +364,55 @@ def test_a_compiled_kernel_is_shown_by_its_roles():
     assert "tensor, 256 cycles" in row
     assert "3 of the loops only wait" in text
     assert report_json(report)["roles"][0]["name"] == "producer"
+
+
+WORK = {
+    "multiply": {"HMMA"},
+    "load": {"LDGSTS"},
+    "softmax": {"MUFU"},
+    "correct": {"FFMA"},
+    "greatest": {"FMNMX"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "threads", "expected"),
+    (
+        ("by_enum", 384,
+         {"softmax": range(4), "correct": range(4, 8), "multiply": [8], "load": [9], "": [10, 11]}),
+        ("by_switch", 256,
+         {"load": [0], "correct": [1], "softmax": [2], "multiply": [3], "greatest": [4],
+          "": [5, 6, 7]}),
+        ("behind_call", 256, {"load": range(4), "multiply": range(4, 8)}),
+        ("by_size", 256, {"multiply": range(7), "load": [7]}),
+        ("by_size", 96, {"multiply": range(2), "load": [2]}),
+    ),
+)  # fmt: skip
+def test_roles_follow_values_from_where_they_are_set_to_where_they_are_tested(
+    name, threads, expected
+):
+    found = load_kernel(DISPATCH, names=[name])
+    told = {}
+    for role in roles(found, threads):
+        inside = {i.base for i in found.instructions if i.loop == role.working_loop}
+        work = [name for name, own in WORK.items() if own <= inside] if role.loops else [""]
+        told[",".join(work)] = role.warps
+        assert not role.reason
+    assert told == {work: tuple(warps) for work, warps in expected.items()}
+
+
+def test_roles_that_memory_tells_are_not_known():
+    found = load_kernel(DISPATCH, names=["by_memory"])
+    (role,) = roles(found, 384)
+    assert (role.name, len(role.loops), role.working_loop) == ("not known", 4, None)
+
+
+def test_registers_of_a_role_are_those_of_its_loop():
+    found = load_kernel(DISPATCH, names=["limits"])
+    assert {role.warps: role.registers for role in roles(found, 256)} == {
+        (0, 1, 2, 3): 40,
+        (4, 5, 6, 7): 232,
+    }
 
 
 def test_a_loop_over_the_values_of_a_uniform_operand_is_a_replay():

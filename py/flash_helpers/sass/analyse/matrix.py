@@ -103,11 +103,14 @@ class KernelFacts:
         threads = self.launch.threads if self.launch else most
         return () if threads is None else roles(self.kernel, threads)
 
-    def loop_warps(self, loop: Loop) -> int:
-        """Warps per SM that run a loop: the warps of its roles in all resident blocks."""
+    def loop_warps(self, loop: Loop) -> int | None:
+        """Warps per SM that run a loop: the warps of its roles in all resident blocks; None if a
+        role that is not known may run it."""
         running = [role for role in self.roles if loop.index in role.loops]
         if not running:
             return self.resident_warps
+        if any(role.reason for role in running):
+            return None
         blocks = self.occupancy.blocks if self.occupancy else 1
         return max(blocks, 1) * sum(len(role.warps) for role in running)
 
@@ -126,11 +129,13 @@ class KernelFacts:
     @cached_property
     def bound_cycles(self) -> Mapping[str, float] | None:
         """Lower bounds of an iteration of the main loop by all warps of an SM that run it, as
-        `Bound.cycles` gives them; None where a tensor instruction's cost is not known, too."""
+        `Bound.cycles` gives them; None, too, where the cost of a tensor instruction or the number
+        of the warps is not known."""
         main, bound = main_loop(self.kernel), self.loop
-        if main is None or bound is None or not bound.tells_tensor:
+        warps = None if main is None else self.loop_warps(main)
+        if warps is None or bound is None or not bound.tells_tensor:
             return None
-        return bound.cycles(self.loop_warps(main))
+        return bound.cycles(warps)
 
     @cached_property
     def groups(self) -> Mapping[str, int]:

@@ -60,8 +60,8 @@ class KernelReport:
         return loop_bound(self.kernel, self.loop) if self.loop else None
 
     @property
-    def warps(self) -> int:
-        """Warps per SM that run the loop; 1 without a loop."""
+    def warps(self) -> int | None:
+        """Warps per SM that run the loop; 1 without a loop, None if that is not known."""
         return self.facts.loop_warps(self.loop) if self.loop else 1
 
     @cached_property
@@ -148,12 +148,25 @@ def verdicts(report: KernelReport) -> list[str]:
 
 
 def _role_verdict(found: Sequence[Role]) -> str:
-    told = [
-        f"{role.name} ({numbers_text('warp', role.warps)}, {role.registers} registers, "
+    known = [
+        f"{role.name} ({numbers_text('warp', role.warps)}, {registers_text(role)} registers, "
         f"{'no loop' if role.working_loop is None else f'loop {role.working_loop}'})"
         for role in found
+        if not role.reason
     ]
-    return f"The warps of a block have {len(found)} roles: {', '.join(told)}."
+    unknown = [
+        f"The role of {numbers_text('warp', role.warps)} is not known: {role.reason}."
+        for role in found
+        if role.reason
+    ]
+    number = "roles" if len(known) > 1 else "known role"
+    told = [f"The warps of a block have {len(known)} {number}: {', '.join(known)}."] * bool(known)
+    return " ".join([*told, *unknown])
+
+
+def registers_text(role: Role) -> str:
+    """The registers of a role in words."""
+    return "an unknown number of" if role.registers is None else str(role.registers)
 
 
 def numbers_text(name: str, numbers: Sequence[int]) -> str:
@@ -198,6 +211,8 @@ def _spill_verdict(report: KernelReport) -> str:
 
 def _bound_verdict(report: KernelReport, bound: Bound) -> str:
     warps = report.warps
+    if warps is None:
+        return "No bound: how many warps run the loop is not known."
     if not bound.tells_tensor:
         without = [row for row in bound.rows if row.name == opcodes.TENSOR and row.cycles is None]
         return (

@@ -28,10 +28,10 @@ ALWAYS = ("", "@PT", "@UPT")
 
 BRANCHES = frozenset({"BRA", "JMP"})
 CALLS = frozenset({"CALL", "JCAL"})
-_COMPUTED = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
+COMPUTED_JUMPS = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
 _ENDS = frozenset({"EXIT", "RET", "KILL"})
 _TRAP = "BPT.TRAP"
-JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
+JUMPS = BRANCHES | COMPUTED_JUMPS | CALLS | _ENDS
 
 
 def may_execute(operation: Operation) -> bool:
@@ -165,7 +165,7 @@ class _Graph:
             target = number.get(operation.target) if operation.target is not None else None
             jumps.append([])
             falls.append(_falls_through(operation) and n + 1 < len(lasts))
-            if operation.base in _COMPUTED and is_jump(operation):
+            if operation.base in COMPUTED_JUMPS and is_jump(operation):
                 told = tables.get(operation.address, ())
                 jumps[n] += [number[address] for address in told if address in number]
             if not is_jump(operation) or operation.base not in BRANCHES | CALLS:
@@ -214,7 +214,7 @@ def _leaders(
             leaders.add(n + 1)
         if operation.base in BRANCHES | CALLS and operation.target in index:
             leaders.add(index[operation.target])
-        if operation.base in _COMPUTED:
+        if operation.base in COMPUTED_JUMPS:
             told = tables.get(operation.address, ())
             leaders.update(index[address] for address in told if address in index)
     return sorted(leaders)

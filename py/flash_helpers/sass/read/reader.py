@@ -48,6 +48,7 @@ from flash_helpers.sass.read.records import (
     SassError,
 )
 
+_COMPILERS_BANK = 2
 _AT_ONCE = 2 * LARGEST_BATCH  # kernels: those of a library take some megabytes each
 _REFUSAL = "CUDA architecture"  # in what nvdisasm says of one that it no longer reads
 
@@ -362,7 +363,15 @@ def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesO
         loops=loops,
         ptx=cubin.ptx,
         is_function=kernel.is_function,
+        constants=_constants(cubin, kernel.symbol),
     )
+
+
+def _constants(cubin: Cubin, symbol: str) -> dict[int, bytes]:
+    """The compiler's own constant bank of a kernel, by number. The linker has yet to fill that of
+    relocatable code; the host fills the others."""
+    section = cubin.sections.get(f".nv.constant{_COMPILERS_BANK}.{symbol}")
+    return {} if section is None or cubin.relocatable else {_COMPILERS_BANK: section.data}
 
 
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from flash_helpers.gpu import capability_of
 from flash_helpers.sass.read.symbols import plain_name
@@ -188,7 +189,8 @@ class Kernel:
     `symbol`: the symbol as the object file has it. `architecture`: such as "sm_90". `origin`: the
     file from which it was read, and the member of it. `ptx`: the text that `Instruction.ptx_line`
     counts in; None if the cubin does not hold it. `is_function`: kernels call it; it is not
-    launched.
+    launched. `constants`: the constant banks that the compiler filled for it, by number, as far as
+    the cubin is linked: its jump tables are there.
     """
 
     symbol: str
@@ -201,6 +203,7 @@ class Kernel:
     loops: tuple[Loop, ...]
     ptx: str | None
     is_function: bool = False
+    constants: Mapping[int, bytes] = field(default_factory=dict, repr=False)
 
     def __hash__(self) -> int:
         # of all instructions it would take longer than what caches save

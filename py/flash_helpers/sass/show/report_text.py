@@ -111,7 +111,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
             "tensor_chain": bound.tensor_chain,
             "straight": bound.straight,
             "warps": warps,
-            "cycles": bound.cycles(warps) if bound.tells_tensor else None,
+            "cycles": bound.cycles(warps) if bound.tells_tensor and warps else None,
         },
         "waits": [
             {
@@ -190,7 +190,7 @@ def _sections(report: KernelReport, source: SourceText | None) -> Iterator[tuple
         yield "Loops", ["The kernel has no loop."]
         return
     yield "Loop", _loop_sentences(report, report.loop)
-    if report.bound.tells_tensor:
+    if report.bound.tells_tensor and report.warps is not None:
         title = f"Lower bounds of an iteration, {warps_text(report)}"
         yield title, _bound_table(report.bound, report.warps)
     yield "Costs", _cost_table(report.bound)
@@ -288,15 +288,15 @@ def _role_table(report: KernelReport) -> Table:
         if role.working_loop is not None:
             working = kernel.loops[role.working_loop]
             loop = f"{working.index}, from {kernel.blocks[working.header].start:#06x}"
-            found = loop_bound(kernel, working)
-            if found.tells_tensor:
-                name, cycles = next(iter(found.cycles(facts.loop_warps(working)).items()))
+            found, warps = loop_bound(kernel, working), facts.loop_warps(working)
+            if found.tells_tensor and warps is not None:
+                name, cycles = next(iter(found.cycles(warps).items()))
                 bound = f"{name}, {cycles:,.0f} cycles"
         rows.append(
             [
                 role.name,
                 numbers_text("warp", role.warps),
-                str(role.registers),
+                DASH if role.registers is None else str(role.registers),
                 ", ".join(map(str, role.loops)) or DASH,
                 str(role.waits),
                 loop,
