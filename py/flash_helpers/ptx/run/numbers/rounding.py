@@ -100,7 +100,9 @@ def to_registers(x: np.ndarray, type_name: str, mode: str = "rn") -> np.ndarray:
         x = np.where(np.isfinite(x), cut, x.view(np.uint32))
     else:
         x = rounded(x, dtype_of(scalar), mode)
-    return x if scalar == type_name else np.ascontiguousarray(x).view(np.uint32).reshape(-1)
+    return (
+        x if scalar == type_name else np.ascontiguousarray(x).view(dtype_of(type_name)).reshape(-1)
+    )
 
 
 def on_registers(type_name: str, function: Function) -> Function:
