@@ -129,7 +129,10 @@ def _replace(machine: Machine, instruction: Instruction) -> Action:
 
     def run_some(selection: Selection) -> None:
         for space, at, lanes in records.parts(*reversed(records.at(machine.lanes_of(selection)))):
-            if not lanes.size:
+            if space not in ("shared", "global"):
+                text = f"a tensor map in {space} memory, which no kernel can change"
+                records.report(BulkCopyError, text, lanes, int(at[0]))
+            if space not in ("shared", "global") or not lanes.size:
                 continue
             given = np.broadcast_to(pick(values, lanes), lanes.shape)
             each = zip(

@@ -90,7 +90,7 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
     n = _columns(machine, a_type, is_sparse=is_sparse)
     d_operand, a_operand, b_operand, *rest = instruction.operands
     sparsity, metadata = None, np.zeros(1, np.uint32)
-    if is_sparse:
+    if is_sparse and len(rest) > 2:
         metadata = machine.source(rest[0], "b32")
         pairs = (0, 1) if ELEMENTS[a_type] <= 2 else (0,)
         sparsity = Sparsity(a_type, _literal(machine, rest[1], pairs))
