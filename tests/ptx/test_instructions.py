@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from ptx_snippets import evaluate
 
+from flash_helpers.ptx import UnsupportedInstruction
+
 INF, NAN = float("inf"), float("nan")
 MIN32, MAX32 = -(1 << 31), (1 << 31) - 1
 
@@ -377,3 +379,28 @@ def test_indexed_branch():
     DONE:
     """
     np.testing.assert_array_equal(evaluate(body), np.where(np.arange(32) % 2, 200, 100))
+
+
+# The result in a register of 64 bits.
+WIDE = {
+    "ld.global.f32 %w, [place];": 0x3F800000,
+    "ld.global.v2.f32 {%w, _}, [place];": 0x3F800000,
+    "cvt.f32.f64 %w, 0d3FF0000000000000;": 0x3F800000,
+    "cvt.rn.f16.f32 %w, 0f3F800000;": 0x3C00,
+    "mov.b64 %w, 0x173F800000; st.global.f32 [place], %w; ld.global.u32 %w, [place];": 0x3F800000,
+    "mov.b64 %w, 0x123456783F800000; cvt.f64.f32 %w, %w;": 0x3FF0000000000000,
+}
+
+
+@pytest.mark.parametrize("body", WIDE)
+def test_floats_in_wider_registers_are_extended_and_chopped(body):
+    """PTX ISA 9.0, "Operand Size Exceeding Instruction-Type Size", for ld, st and cvt."""
+    place = ".global .align 8 .b32 place[2] = {0x3F800000, 0x40000000};"
+    found = evaluate(f"{body} mov.b64 %d, %w;", {}, "u64", ".reg .b64 %w;", 1, place)
+    assert found[0] == WIDE[body]
+
+
+def test_arithmetic_gives_no_float_to_a_wider_register():
+    reason = "a register of 64 bits for a result of f32"
+    with pytest.raises(UnsupportedInstruction, match=reason):
+        evaluate("add.f32 %w, 0f3F800000, 0f3F800000;", declarations=".reg .b64 %w;")

@@ -342,6 +342,10 @@ class Machine:
             raise self.unsupported("a register is expected")
         return self._registers[operand.name]
 
+    def width(self, operand: Operand) -> int:
+        """Bits of a register; 0 of any other operand."""
+        return 8 * self.register(operand).itemsize if isinstance(operand, Register) else 0
+
     def source(self, operand: Operand, type_name: str) -> np.ndarray:
         """A source as an array of the type: one element per lane, or one for all lanes.
 
@@ -414,6 +418,10 @@ class Machine:
         dtype = dtype_of(type_name)
         if bool in (array.dtype, dtype) or array.dtype.itemsize <= dtype.itemsize:
             return self._typed(array, type_name)
+        if dtype.kind == "f":
+            raise self.unsupported(
+                f"a register of {8 * array.dtype.itemsize} bits for a result of {type_name}"
+            )
         # By its sign, if it has one.
         return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.dtype.itemsize}")
 

@@ -39,7 +39,7 @@ from flash_helpers.ptx.run.memory.regions import (
     word_view,
 )
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
-from flash_helpers.ptx.run.numbers.rounding import on_registers
+from flash_helpers.ptx.run.numbers.rounding import flush, on_registers
 from flash_helpers.ptx.run.watch.order import Strength
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_BYTES
 
@@ -354,6 +354,9 @@ def _load(machine: Machine, instruction: Instruction) -> Action:
     """ld, ldu and ld.global.nc, scalar and vector."""
     target, address = instruction.operands[:2]
     type_name, size = instruction.types[-1], access_size(instruction)
+    if type_name != B128 and SCALAR_TYPES[type_name].kind == "f":
+        # A register may be wider: then the bits are extended, not the number.
+        type_name = f"b{SCALAR_TYPES[type_name].bits}"
     registers = machine.elements(target, vector_length(instruction))
     destinations = [machine.destination(e, type_name) for e in registers]
     addresses = addresses_of(machine, address)
@@ -426,51 +429,89 @@ def _turns(rows: np.ndarray) -> Iterator[np.ndarray]:
         yield np.flatnonzero(turn == n)
 
 
-def _atomic(machine: Machine, instruction: Instruction) -> Action:
-    """atom and red: lanes act one after the other, in the order of their numbers."""
-    operands = list(instruction.operands)
+# PTX ISA 9.0, "atom": the elements of a vector, by type, and what is done to them.
+_IN_VECTORS: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "f32": ((2, 4), ("add",)),
+    **dict.fromkeys(("f16", "bf16"), ((2, 4, 8), ("add", "min", "max"))),
+    **dict.fromkeys(("f16x2", "bf16x2"), ((2, 4), ("add", "min", "max"))),
+}
+
+
+def _added_with_flush(old: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return flush(flush(old) + flush(b))
+
+
+def _updated(machine: Machine, instruction: Instruction, name: str, count: int) -> Compute:
+    """The function of an atomic of `count` elements."""
     type_name = instruction.types[-1]
-    if vector_length(instruction) > 1:
-        raise machine.unsupported("only scalar atomics")
-    name = machine.one_of(ATOMICS)
-    function = ATOMICS[name]
-    if type_name in HALVES.split():
-        if name != "add":
-            raise machine.unsupported("only addition for 16-bit floats")
-        function = on_registers(type_name, function)
-    elif SCALAR_TYPES[type_name].is_float and name in ("and", "or", "xor"):
+    if count > 1:
+        counts, names = _IN_VECTORS.get(type_name, ((), ()))
+        if count not in counts or name not in names or space_of(instruction) != "global":
+            raise machine.unsupported(f"{name} of {count} elements of {type_name}")
+    elif type_name in HALVES.split() and name != "add":
+        raise machine.unsupported("only addition for 16-bit floats")
+    if not SCALAR_TYPES[type_name].is_float:
+        return ATOMICS[name]
+    if name in ("and", "or", "xor"):
         raise machine.unsupported("a logic operation of floats")
-    sink = instruction.name == "red"
-    destination = None if sink else machine.destination(operands.pop(0), type_name)
-    count = 2 if name == "cas" else 1
-    if len(operands) <= count:
-        raise machine.unsupported(f"{name} has {count} sources")
+    return on_registers(type_name, {"min": np.fmin, "max": np.fmax}.get(name, ATOMICS[name]))
+
+
+def _atomic(machine: Machine, instruction: Instruction) -> Action:
+    """atom and red: lanes act one after the other, in the order of their numbers.
+
+    PTX ISA 9.0, "atom": an addition of .f32 "on global memory flushes subnormal inputs and results
+    to sign-preserving zero", one in shared memory does not.
+    """
+    operands = list(instruction.operands)
+    type_name, count = instruction.types[-1], vector_length(instruction)
+    name = machine.one_of(ATOMICS)
+    function = _updated(machine, instruction, name, count)
+    in_global = _added_with_flush if (name, type_name) == ("add", "f32") else function
+    destinations = []
+    if instruction.name == "atom":
+        elements = machine.elements(operands.pop(0), count)
+        destinations = [machine.destination(e, type_name) for e in elements]
+    given = 2 if name == "cas" else 1
+    if len(operands) <= given:
+        raise machine.unsupported(f"{name} has {given} sources")
     addresses = addresses_of(machine, operands[0])
-    sources = [machine.source(o, type_name) for o in operands[1 : 1 + count]]
+    sources = [
+        [machine.source(e, type_name) for e in machine.elements(o, count)]
+        for o in operands[1 : 1 + given]
+    ]
     dtype = dtype_of(type_name)
-    port = Port(machine, instruction, dtype.itemsize)
+    port = Port(machine, instruction, dtype.itemsize * count)
     # The old value may be anything.
     action = "write" if name == "exch" else "atomic access"
 
+    def columns(elements: list[np.ndarray], selection: Selection, lanes: int) -> np.ndarray:
+        """(lanes, elements)"""
+        values = [np.broadcast_to(pick(e, selection), lanes) for e in elements]
+        return np.stack(values, axis=-1)
+
     def perform(space: str, at: np.ndarray, selection: Selection) -> np.ndarray:
-        words, rows, good = port.locate(space, at, selection, action)
-        words = words.view(dtype)
-        values = [np.broadcast_to(pick(s, selection), at.shape) for s in sources]
+        _, rows, good = port.locate(space, at, selection, action)
+        words = machine.regions[space].words(dtype.itemsize).view(dtype)
+        places = rows[:, None] * count + np.arange(count)
+        values = [columns(elements, selection, at.size) for elements in sources]
         if good is not None:
             values = [v[good] for v in values]
-        old = np.zeros(rows.shape, dtype)
+        update = in_global if space == "global" else function
+        old = np.zeros(places.shape, dtype)
         for mine in _turns(rows):
-            old[mine] = words[rows[mine]]
-            words[rows[mine]] = function(old[mine], *[v[mine] for v in values])
+            old[mine] = words[places[mine]]
+            new = update(old[mine].reshape(-1), *[v[mine].reshape(-1) for v in values])
+            words[places[mine]] = new.reshape(-1, count)
         return old if good is None else _fill(old, good)
 
     def run_some(selection: Selection) -> None:
         at = addresses(selection)
-        old = np.zeros(at.shape, dtype)
+        old = np.zeros((at.size, count), dtype)
         for space, part, lanes, chosen in port.parts(at, selection):
             old[chosen] = perform(space, part, lanes)
-        if destination is not None:
-            destination[selection] = old
+        for i, destination in enumerate(destinations):
+            destination[selection] = old[:, i]
 
     return machine.from_some(run_some)
 

@@ -113,6 +113,10 @@ def _cvt(machine: Machine, instruction: Instruction) -> Alu:
         (False, True): integer_to_float,
         (False, False): integer_to_integer,
     }[SCALAR_TYPES[source].is_float, SCALAR_TYPES[target].is_float]
+    bits = SCALAR_TYPES[target].bits
+    if SCALAR_TYPES[target].kind == "f" and machine.width(instruction.operands[0]) > bits:
+        # PTX ISA 9.0, "Operand Size Exceeding Instruction-Type Size": the bits are extended.
+        return Alu.of(instruction, lambda a: compute(a).view(f"u{bits // 8}"), f"b{bits}", source)
     return Alu.of(instruction, compute, target, source)
 
 
