@@ -142,6 +142,12 @@ OTHERS = {
         BulkCopyError,
         r"box\[0\] is 300: give 1 to 256",
     ),
+    "a map among the parameters": (
+        SHIFT,
+        "@%p0 tensormap.replace.tile.rank.b1024.b32 [%rd2], 1;",
+        BulkCopyError,
+        "a tensor map in param memory, which no kernel can change",
+    ),
     "a dimension that no map has": (
         SHIFT,
         f"@%p0 {REPLACE.format('global_stride', 'b64', '4, 16')}",

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from wgmma_cases import CASES, ONE_OF_EACH, WgmmaCase
 
-from flash_helpers.ptx import DeviceMemory, MatrixDescriptorError, UninitialisedReadError, load_ptx
+from flash_helpers.ptx import (
+    DeviceMemory,
+    MatrixDescriptorError,
+    UninitialisedReadError,
+    UnsupportedInstruction,
+    load_ptx,
+)
 from flash_helpers.ptx.run.memory.descriptors import MatrixOperand
 
 
@@ -71,6 +77,12 @@ def test_poison_of_a_row_of_a_stays_in_the_row(kind: str) -> None:
             run(case, text)
         lane = 17 if in_registers else 16
         assert (caught.value.thread.warp, caught.value.thread.lane // 4) == (1, lane // 4)
+
+
+def test_a_sparse_product_without_its_operands() -> None:
+    text = TF32.text().replace("%meta, 0, 1, 1, 1;", "%meta;")
+    with pytest.raises(UnsupportedInstruction, match="0 literals where 2 are due"):
+        run(TF32, text)
 
 
 def test_a_swizzle_narrower_than_the_rows_of_b() -> None:
