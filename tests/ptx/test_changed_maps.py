@@ -68,6 +68,12 @@ SHIFT = f"""
 add.u64 %rd3, %rd0, 128;
 @%p0 {REPLACE.format("global_address", "b64", "%rd3")}
 """
+STORE = """
+@%p1 ld.shared.b32 %r10, [%r9];
+mul.wide.u32 %rd4, %lane, 4;
+add.u64 %rd4, %rd4, %rd1;
+@%p1 st.global.b32 [%rd4], %r10;
+"""
 # The map of the arguments, moved on by one row of the tensor; its box goes to the output.
 BODY = f"""
 setp.lt.u32 %p1, %tid, 32;
@@ -204,6 +210,21 @@ class TestInGlobalMemory:
     def test_without_a_release(self) -> None:
         with pytest.raises(ProxyError, match=r"generic\.release since"):
             launch(with_fault(self.CHANGED, f"@%p0 {RELEASE}", ""))
+
+
+class TestStored:
+    """A copy of a map that threads store to global memory as words."""
+
+    BODY = BODY.replace(SHIFT, "").replace(PUBLISH, STORE)
+
+    def test_values(self) -> None:
+        body = self.BODY.replace(f"@%p1 {ACQUIRE}", f"{RELEASE}\nbar.sync 0;\n@%p1 {ACQUIRE}")
+        assert (launch(body) == np.arange(64)).all()
+
+    def test_without_a_fence(self) -> None:
+        body = self.BODY.replace(f"@%p1 {ACQUIRE}", RELEASE)
+        with pytest.raises(ProxyError, match=r"the kernel has changed\n.*generic\.acquire since"):
+            launch(body)
 
 
 def test_the_record_has_room_for_all_fields() -> None:

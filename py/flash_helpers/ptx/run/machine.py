@@ -233,9 +233,9 @@ class Machine:
         """By state space, the addresses of tensor maps there, which no lane may load; kernels that
         make maps of their own begin with copies, and other kernels than those that copy tensors may
         move maps in global memory."""
-        if any(i.name == "tensormap" for i in program.instructions):
+        self.changed_maps = ChangedMaps(self.tensor_maps.get("global", ()))
+        if any("tensormap" in i.opcode for i in program.instructions):
             self.tensor_maps.clear()
-        self.changed_maps = ChangedMaps()
         self.poison = Poison(geometry, log, program.registers, spaces)
         random = None
         if launch.seed is not None:

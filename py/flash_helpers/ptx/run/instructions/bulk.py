@@ -214,8 +214,10 @@ class _Copy:
         def box(lanes: np.ndarray) -> Box:
             coordinates = [int(pick(source, lanes)[0]) for source in sources]
             address = int(maps(lanes)[0])
-            self._check_fenced(address, int(lanes[0]))
-            return self._box(address, coordinates, is_stored=is_stored)
+            found = self._box(address, coordinates, is_stored=is_stored)
+            if not _is_parameter(address):
+                self._check_fenced(address, int(lanes[0]))
+            return found
 
         return box
 
@@ -502,9 +504,10 @@ class _Copy:
         missing = machine.changed_maps.missing(address, machine.geometry.block_of(lane))
         if missing is not None:
             position, fence = missing
+            where = "" if position is None else f" at {machine.log.site(position)}"
             raise _Refused(
                 ProxyError,
-                f"tensor map at {address:#x}, changed at {machine.log.site(position)}\n"
+                f"tensor map at {address:#x}, which the kernel has changed{where}\n"
                 f"    with no {fence} since",
                 address,
             )
@@ -513,9 +516,9 @@ class _Copy:
         """The tensor map at a generic address, in parameters, constant or global memory."""
         self._check_aligned(address, TENSOR_MAP_ALIGNMENT, "a tensor map")
         machine, size = self.machine, TENSOR_MAP_BYTES
-        start = WINDOWS["param"]
-        if start <= address < start + WINDOW_SIZE:
-            region, data, offset = "param", machine.regions["param"].words(1), address - start
+        if _is_parameter(address):
+            region, data = "param", machine.regions["param"].words(1)
+            offset = address - WINDOWS["param"]
             inside = offset + size <= data.size
         else:
             region, data, offset = "global", machine.memory.words(1), address - ARENA_BASE
@@ -544,6 +547,10 @@ def _alike(lanes: np.ndarray, operands: Sequence[np.ndarray]) -> Iterator[np.nda
 
 
 _RANKS = ("1d", "2d", "3d", "4d", "5d")
+
+
+def _is_parameter(address: int) -> bool:
+    return WINDOWS["param"] <= address < WINDOWS["param"] + WINDOW_SIZE
 
 
 @lru_cache(maxsize=256)
