@@ -28,7 +28,9 @@ from flash_helpers.measure.machine_code import (
 )
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.sass.analyse.bound import Chip, Launch, kernel_bound, loop_bound, predict
+from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import main_loop
+from flash_helpers.sass.analyse.report import report_on, verdicts
 from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
 from flash_helpers.sass.read.records import SassError
 
@@ -114,6 +116,72 @@ def test_a_loop_that_branches_is_told_apart():
     branching, straight = kernel(text), kernel(LOOP)
     assert not loop_bound(branching, branching.loops[0]).straight
     assert loop_bound(straight, straight.loops[0]).straight
+
+
+# Ways of an iteration: the first costs less on the xu pipe, the second on the fma pipe.
+TWO_WAYS = """
+    loop: FADD R1, R1, R1 ; stall=2
+    @P1 BRA second ; stall=1
+    MUFU.EX2 R2, R2 ; stall=8
+    FADD R1, R1, R1 ; stall=4
+    FADD R1, R1, R1 ; stall=4
+    FADD R1, R1, R1 ; stall=4
+    HMMA.16816.F32 R4, R8, R12, R4 ; stall=1
+    BRA end ; stall=1
+    second: MUFU.EX2 R2, R2 ; stall=8
+    MUFU.EX2 R2, R2 ; stall=8
+    FADD R1, R1, R1 ; stall=9
+    end: HMMA.16816.F32 R4, R8, R12, R4 ; stall=1
+    @P0 BRA loop ; stall=1
+    EXIT
+"""
+
+
+def test_a_bound_of_a_loop_is_that_of_the_cheapest_way_on_each_pipe():
+    planted = kernel(TWO_WAYS)
+    found = loop_bound(planted, planted.loops[0])
+    assert dict(found.pipes) == {"xu": 2.0, "fma": 2 * 0.25, "tensor": 1.5}
+    assert (found.issued, found.issue, found.straight) == (7, 7 / 4, False)
+    assert found.stall == 2 + 1 + 8 + 4 + 4 + 4 + 1 + 1 + 1 + 1
+    # an HMMA that each way passes, and one that a way goes round
+    assert found.tensor_chain == 1
+    # the rows are the text
+    assert {row.name: row.number for row in found.rows}["special function"] == 3
+
+
+def test_a_pipe_that_a_way_does_without_bounds_nothing():
+    planted = kernel("loop: @P1 BRA end\nMUFU.EX2 R2, R2\nend: FADD R1, R1, R1\n@P0 BRA loop\nEXIT")
+    assert dict(loop_bound(planted, planted.loops[0]).pipes) == {"fma": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("text", "issued"),
+    (
+        # a loop inside is passed once at least, or not at all, a turn may end early
+        ("loop: FADD R1, R1, R1\ninner: FADD R1, R1, R1\n@P1 BRA inner\n@P0 BRA loop\nEXIT", 4),
+        ("loop: @P2 BRA end\ninner: FADD R1, R1, R1\n@P1 BRA inner\nend: @P0 BRA loop\nEXIT", 2),
+        ("loop: FADD R1, R1, R1\n@P1 BRA loop\nFADD R1, R1, R1\n@P0 BRA loop\nEXIT", 2),
+        # a routine of which the caller comes back
+        ("loop: CALL.REL.NOINC own\n@P0 BRA loop\nEXIT\n"
+         "own: FADD R1, R1, R1\nRET.REL.NODEC R2, x", 2),
+        # waits of which each turn passes one
+        ("loop: @P2 BRA other\none: SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R4\n@!P1 BRA one\n"
+         "BRA end\nother: SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R4\n@!P1 BRA other\n"
+         "end: FADD R1, R1, R1\n@P0 BRA loop\nEXIT", 5),
+    ),
+)  # fmt: skip
+def test_an_iteration_issues_what_its_shortest_way_does(text, issued):
+    planted = kernel(text)
+    loop = next(loop for loop in planted.loops if loop.depth == 1)
+    assert loop_bound(planted, loop).issued == issued
+
+
+def test_the_report_tells_which_way_the_bounds_are_of():
+    report = report_on(KernelFacts(kernel=kernel(TWO_WAYS), name="planted"))
+    assert verdicts(report)[-1] == (
+        "The loop branches: each bound is that of the way through it that takes least, and the "
+        "costs are those of its whole text, 13 instructions."
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

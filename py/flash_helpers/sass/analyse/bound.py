@@ -20,12 +20,18 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from flash_helpers.gpu import WARP
 from flash_helpers.sass.analyse.counts import WORK, Bucket, with_buckets
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
-from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions, cold_blocks
+from flash_helpers.sass.analyse.phases import (
+    NotDeterminedError,
+    block_executions,
+    can_turn_without,
+    cold_blocks,
+)
 from flash_helpers.sass.analyse.stalls import stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
@@ -61,8 +67,8 @@ class Bound:
     instructions, filler included. `pipes`: cycles of the SM by pipe, of the instructions whose cost
     is known. `issue`: cycles of the SM. `stall`: cycles that the control words alone make the warp
     take. `tensor_chain`: length of the longest chain of HMMA in which each adds to the result of
-    the one before it. `straight`: every block counted is executed each time; otherwise the numbers
-    are no bounds, but the cost of the text.
+    the one before it. `straight`: every block of the rows is executed each time; otherwise each
+    other number is that of the way through the loop that makes it least.
     """
 
     rows: tuple[CostRow, ...]
@@ -174,18 +180,70 @@ class Prediction:
 
 
 def loop_bound(kernel: Kernel, loop: Loop) -> Bound:
-    """The bound of one pass through a loop's body, each block once, without blocks that only
-    wait."""
-    body = loop.blocks - cold_blocks(kernel, loop)
-    times = [int(block.index in body) for block in kernel.blocks]
-    inside = (set(kernel.blocks[n].successors) & body - {loop.header, n} for n in body)
-    return _bound(kernel, times, straight=all(len(found) <= 1 for found in inside))
+    """The bound of one turn of a loop, from its header back to it, without blocks that only wait.
+
+    Where the loop branches, each number is that of the way that makes it least, so that no turn
+    takes less, whichever way it goes. The rows are those of the whole text.
+    """
+    cold = cold_blocks(kernel, loop)
+    body = sorted(loop.blocks - cold if can_turn_without(kernel, loop, cold) else loop.blocks)
+    of_block: dict[int, list[_Executed]] = {n: [] for n in body}
+    for instruction, kind in with_buckets(kernel):
+        if instruction.block in of_block and kind is not Bucket.PADDING:
+            of_block[instruction.block].append((instruction, kind, 1))
+    text = _bound([one for n in body for one in of_block[n]], kernel.capability)
+    issued = _least(kernel, loop, {n: len(of_block[n]) for n in body})
+    if issued == text.issued:
+        return text
+    each = {n: _bound(of_block[n], kernel.capability) for n in body}
+    pipes = {
+        name: _least(kernel, loop, {n: each[n].pipes.get(name, 0.0) for n in body})
+        for name in text.pipes
+    }
+    passed = {n for n in body if not can_turn_without(kernel, loop, {n})}
+    return replace(
+        text,
+        issued=int(issued),
+        pipes=_highest_first({name: cycles for name, cycles in pipes.items() if cycles}),
+        issue=issued * opcodes.ISSUE_CYCLES,
+        stall=int(_least(kernel, loop, {n: each[n].stall for n in body})),
+        tensor_chain=_tensor_chain(
+            [(i, int(n in passed)) for n in body for i, _, _ in of_block[n]]
+        ),
+        straight=False,
+    )
+
+
+def _least(kernel: Kernel, loop: Loop, costs: Mapping[int, float]) -> float:
+    """The least sum of the costs of the blocks on a way around a loop. `costs`: those of the blocks
+    that may be passed."""
+    least = {}
+    pending = [(costs[loop.header], loop.header)]
+    while pending:
+        cost, n = heappop(pending)
+        if n in least:
+            continue
+        least[n] = cost
+        for m in kernel.blocks[n].successors:
+            if m == loop.header:
+                return cost
+            if m in costs:
+                heappush(pending, (cost + costs[m], m))
+    raise AssertionError(f"no way leads around loop {loop.index} of {kernel.symbol}")
 
 
 def kernel_bound(kernel: Kernel, trips: Mapping[int, int]) -> Bound:
     """The bound of all instructions that one warp executes. `trips`: trips of the loops, as in
     `phases.block_executions`, whose errors it raises."""
-    return _bound(kernel, block_executions(kernel, trips), straight=True)
+    times = block_executions(kernel, trips)
+    return _bound(
+        [
+            (instruction, kind, times[instruction.block])
+            for instruction, kind in with_buckets(kernel)
+            if times[instruction.block] and kind is not Bucket.PADDING
+        ],
+        kernel.capability,
+    )
 
 
 def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip) -> Prediction:
@@ -221,14 +279,12 @@ def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip
     )
 
 
-def _bound(kernel: Kernel, times: Sequence[int], straight: bool) -> Bound:
-    executed = [
-        (instruction, kind, times[instruction.block])
-        for instruction, kind in with_buckets(kernel)
-        if times[instruction.block] and kind is not Bucket.PADDING
-    ]
+_Executed = tuple[Instruction, Bucket, int]  # the number of times that it is executed, too
+
+
+def _bound(executed: Sequence[_Executed], capability: int) -> Bound:
     issued = sum(number for _, _, number in executed)
-    rows = _rows([(i, number) for i, kind, number in executed if kind in WORK], kernel.capability)
+    rows = _rows([(i, number) for i, kind, number in executed if kind in WORK], capability)
     return Bound(
         rows=rows,
         issued=issued,
@@ -236,7 +292,7 @@ def _bound(kernel: Kernel, times: Sequence[int], straight: bool) -> Bound:
         issue=issued * opcodes.ISSUE_CYCLES,
         stall=sum(stall_cycles(i) * number for i, _, number in executed),
         tensor_chain=_tensor_chain([(i, number) for i, _, number in executed]),
-        straight=straight,
+        straight=True,
     )
 
 

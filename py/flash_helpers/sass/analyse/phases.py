@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from flash_helpers.sass.analyse.counts import Counts, count_blocks
@@ -130,7 +130,7 @@ def cold_blocks(kernel: Kernel, loop: Loop) -> frozenset[int]:
     cold: set[int] = set()
     for other in kernel.loops:
         if other.blocks < loop.blocks and is_wait(kernel, other):
-            cold |= other.blocks if _turns_without(kernel, loop, other.blocks) else set()
+            cold |= other.blocks if can_turn_without(kernel, loop, other.blocks) else set()
     grown = True
     while grown:
         only = {
@@ -143,7 +143,7 @@ def cold_blocks(kernel: Kernel, loop: Loop) -> frozenset[int]:
     return frozenset(cold)
 
 
-def _turns_without(kernel: Kernel, loop: Loop, blocks: frozenset[int]) -> bool:
+def can_turn_without(kernel: Kernel, loop: Loop, blocks: Set[int]) -> bool:
     """Whether an iteration can pass by some blocks of a loop."""
 
     def following(n: int) -> list[int]:

@@ -139,8 +139,8 @@ def verdicts(report: KernelReport) -> list[str]:
         found += [_bound_verdict(report, report.bound), _wait_verdict(report)]
         if not report.bound.straight:
             found.append(
-                "The loop branches, and each of its blocks is counted once: what an iteration "
-                "takes depends on its way through them."
+                "The loop branches: each bound is that of the way through it that takes least, and "
+                f"the costs are those of its whole text, {len(report.body)} instructions."
             )
     if report.facts.prediction is not None:
         found.append(_launch_verdict(report.facts, report.facts.prediction))
