@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sass_text import DEFAULT, PROGRESSION, needs, of_version, progression_kernels
+from sass_text import kernel as text_kernel
 
 from flash_helpers.gpu import LIMITS
 from flash_helpers.measure.machine_code import config_facts
 from flash_helpers.measure.results import load_results
-from flash_helpers.sass.analyse.occupancy import kernel_occupancy, occupancy
+from flash_helpers.sass.analyse.bound import Launch
+from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.sass.analyse.occupancy import (
+    kernel_occupancy,
+    misfit,
+    occupancy,
+    require_threads,
+)
+from flash_helpers.sass.analyse.report import report_on
 from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.report_text import report_json, report_text
 
 # blocks by compute capability, as cuda_occupancy.h of CUDA 13.0 computes them
 CALCULATED = """
@@ -106,3 +117,41 @@ def test_a_kernel_is_resident_as_it_is_launched():
     most = LIMITS[kernel.capability].smem_bytes
     assert kernel_occupancy(kernel, 128, most).blocks == 1
     assert kernel_occupancy(kernel, 128, most + 1).blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("registers", "most", "threads", "reason"),
+    (
+        (32, 256, 257, r"257 threads per block: it was compiled for at most 256 \("),
+        (168, None, 512, r"with 168 registers .* take 86,016 registers, .* 65,536: .* 384 threads"),
+        (255, None, 257, r"take 98,304 registers, .* launch at most 256 threads"),
+        (32, None, 1024, ""),
+        (128, 512, 512, ""),
+        (255, None, 256, ""),
+    ),
+)
+def test_more_threads_than_a_launch_takes_are_refused(registers, most, threads, reason):
+    planted = text_kernel("EXIT", registers=registers)
+    planted = replace(planted, resources=replace(planted.resources, max_threads=most))
+    if not reason:
+        require_threads(planted, threads)
+        # what is refused has no block, and what is not has one
+        assert kernel_occupancy(planted, threads, 0).blocks
+        return
+    with pytest.raises(SassError, match=reason):
+        require_threads(planted, threads)
+    with pytest.raises(SassError, match=reason):
+        _ = KernelFacts(kernel=planted, name="planted", launch=Launch(threads)).occupancy
+
+
+def test_a_block_without_room_is_told_with_what_it_takes_and_the_limit():
+    planted = text_kernel("EXIT")
+    planted = replace(planted, resources=replace(planted.resources, static_smem_bytes=1024))
+    assert misfit(planted, 226 * 1024) == ""
+    report = report_on(KernelFacts(kernel=planted, name="planted", launch=Launch(64, 229 * 1024)))
+    text = report_text(report)
+    told = "a block does not fit on an SM: 235,520 bytes of shared memory per block, limit 232,448"
+    assert text.count("does not fit") == text.count(told) == 1
+    assert "0 blocks" not in text and "occupancy" not in text
+    held = report_json(report)["occupancy"]
+    assert (held["blocks"], held["misfit"]) == (0, told.partition(": ")[2])

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 OWN = "examples/own_kernel"
 BEFORE, AFTER = (f"{OWN}/row_softmax{fixed}.sm_90.cubin" for fixed in ("", "_fixed"))
 PLANTED = "tests/sass/kernels"
+DISPATCH = f"{PLANTED}/dispatch.sm_90a.cubin#limits"
 SEVERAL, ONE = f"{PLANTED}/several.sm_90.cubin", f"{PLANTED}/libone.so"
 LIBRARY = str(installed_library())
 V3 = (LIBRARY, "--kernel", "v3_bf16")
@@ -61,6 +62,9 @@ ROWS = [
     (REPORT, ["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
     (REPORT, ["16", "--loop", "3"], "they are 0 to 0"),
     (REPORT, ["16", "--threads", "0"], "0 threads"),
+    (REPORT, [DISPATCH, "--threads", "257"], "257 threads per block: it was compiled for at most"),
+    (REPORT, [f"{ONE}#one", "--arch", "sm_90", "--smem", "8"], "--smem needs --threads: one"),
+    (REPORT, [DISPATCH, "--smem", "-8"], "--smem -8 is negative"),
     (REPORT, [BEFORE, "--sms", "1", "--mhz", "1"], "only for kernels of this library"),
     (REPORT, ["16", "--sms", "1", "--mhz", "1", "--seq", "1000"], "1000 is not a multiple of B_r "),
     (REPORT, ["s3", "--sms", "1", "--mhz", "1"], "s3_bf16_w8_c4 has no tensor instructions"),

@@ -200,8 +200,16 @@ def report(arguments: argparse.Namespace) -> str:
     facts = read_kernel(arguments)
     if arguments.sms is not None:
         facts = with_prediction(facts, arguments)
-    if arguments.threads is not None:
-        facts = replace(facts, launch=Launch(arguments.threads, arguments.smem))
+    if arguments.threads is not None or arguments.smem:
+        most = facts.kernel.resources.max_threads
+        threads = most if arguments.threads is None else arguments.threads
+        if arguments.smem < 0:
+            raise UsageError(f"--smem {arguments.smem} is negative")
+        if threads is None:
+            raise UsageError(
+                f"--smem needs --threads: {facts.kernel.name} does not say how many a block has"
+            )
+        facts = replace(facts, launch=Launch(threads, arguments.smem))
     found = report_on(facts, arguments.loop)
     source = SourceText(ROOT) if arguments.source else None
     if arguments.json:

@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 
 from flash_helpers.gpu import WARP
 from flash_helpers.sass.analyse.counts import WORK, Bucket, with_buckets
-from flash_helpers.sass.analyse.occupancy import kernel_occupancy
+from flash_helpers.sass.analyse.occupancy import kernel_occupancy, misfit, require_threads
 from flash_helpers.sass.analyse.phases import (
     NotDeterminedError,
     block_executions,
@@ -260,12 +260,11 @@ def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip
             f"{kernel.name} has tensor instructions whose cost is not known for "
             f"{kernel.architecture}: the least time of a launch cannot be told"
         )
+    require_threads(kernel, launch.threads)
     held = kernel_occupancy(kernel, launch.threads, launch.dynamic_smem_bytes)
     if not held.blocks:
-        raise SassError(
-            f"{kernel.name} does not fit on an SM of {kernel.architecture}: its "
-            f"{' and '.join(held.limiters)} leave room for no block"
-        )
+        reason = misfit(kernel, launch.dynamic_smem_bytes)
+        raise SassError(f"{kernel.name} does not fit on an SM of {kernel.architecture}: {reason}")
     warps = -(-launch.threads // WARP)
     each = -(-launch.blocks // chip.sms)
     cycles = found.cycles(each * warps)

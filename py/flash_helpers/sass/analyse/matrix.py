@@ -10,7 +10,12 @@ from functools import cached_property
 from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import Bound, Launch, Measured, Prediction, loop_bound
 from flash_helpers.sass.analyse.counts import count_all, count_changes
-from flash_helpers.sass.analyse.occupancy import Occupancy, kernel_occupancy
+from flash_helpers.sass.analyse.occupancy import (
+    Occupancy,
+    kernel_occupancy,
+    misfit,
+    require_threads,
+)
 from flash_helpers.sass.analyse.phases import PhaseCounts, Unit, count_phases, main_loop
 from flash_helpers.sass.analyse.roles import Role, roles
 from flash_helpers.sass.read import opcodes
@@ -86,9 +91,17 @@ class KernelFacts:
         launch, most = self.launch, self.kernel.resources.max_threads
         if launch is None and most is not None:
             launch = Launch(most)
-        if launch is None or self.kernel.capability not in LIMITS:
+        if launch is None:
+            return None
+        require_threads(self.kernel, launch.threads)
+        if self.kernel.capability not in LIMITS:
             return None
         return kernel_occupancy(self.kernel, launch.threads, launch.dynamic_smem_bytes)
+
+    @property
+    def misfit(self) -> str:
+        """The reason for which no SM has room for a block; "" if one has, or if it is unknown."""
+        return misfit(self.kernel, self.launch.dynamic_smem_bytes) if self.launch else ""
 
     @property
     def resident_warps(self) -> int:

@@ -85,12 +85,47 @@ def kernel_occupancy(kernel: Kernel, threads: int, dynamic_smem_bytes: int) -> O
     )
 
 
+def require_threads(kernel: Kernel, threads: int) -> None:
+    """Raises SassError if a block of a kernel cannot have so many threads: more than it was
+    compiled for, or more than there are registers for."""
+    most, registers = kernel.resources.max_threads, kernel.resources.registers
+    if most is not None and threads > most:
+        raise SassError(
+            f"{kernel.name} cannot be launched with {threads} threads per block: it was compiled "
+            f"for at most {most} (__launch_bounds__, .maxntid or .reqntid)"
+        )
+    warps = _round_up(-(-threads // gpu.WARP), SUB_PARTITIONS)
+    taken = warps * _registers_of_warp(registers)
+    if taken > REGISTERS_PER_SM:
+        fitting = REGISTERS_PER_SM // SUB_PARTITIONS // _registers_of_warp(registers)
+        raise SassError(
+            f"{kernel.name} cannot be launched with {threads} threads per block: with {registers} "
+            f"registers per thread they take {taken:,} registers, and an SM has "
+            f"{REGISTERS_PER_SM:,}: launch at most {fitting * SUB_PARTITIONS * gpu.WARP} threads, "
+            "or compile it with fewer registers (__launch_bounds__)"
+        )
+
+
+def misfit(kernel: Kernel, dynamic_smem_bytes: int) -> str:
+    """The reason for which no SM has room for a block of a kernel, with value and limit; "" if one
+    has, or if the limits of its architecture are not known."""
+    limits = gpu.LIMITS.get(kernel.capability)
+    taken = kernel.resources.static_smem_bytes + dynamic_smem_bytes
+    if limits is None or taken <= limits.smem_bytes:
+        return ""
+    return f"{taken:,} bytes of shared memory per block, limit {limits.smem_bytes:,}"
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _registers_of_warp(registers: int) -> int:
+    return _round_up(max(registers, 1) * gpu.WARP, REGISTERS_ALLOCATED_AT_ONCE)
+
+
 def _blocks_by_registers(registers: int, warps: int) -> int:
-    per_warp = _round_up(max(registers, 1) * gpu.WARP, REGISTERS_ALLOCATED_AT_ONCE)
+    per_warp = _registers_of_warp(registers)
     # the hardware checks a launch as if warps came in fours, one for each sub-partition
     if per_warp * _round_up(warps, SUB_PARTITIONS) > REGISTERS_PER_SM:
         return 0

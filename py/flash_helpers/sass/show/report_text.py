@@ -87,6 +87,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
             "warps": held.warps,
             "max_warps": held.max_warps,
             "limiters": list(held.limiters),
+            "misfit": report.facts.misfit,
         },
         "peak_live_registers": peak
         and peak.live
@@ -163,6 +164,8 @@ def _headline(report: KernelReport) -> str:
         parts.append(f"occupancy: unknown, since the limits of {kernel.architecture} are not known")
     elif held is None:
         parts.append("occupancy: unknown, since it is not told how the kernel is launched")
+    elif report.facts.misfit:
+        parts.append(f"a block does not fit on an SM: {report.facts.misfit}")
     else:
         limits = " and ".join(held.limiters)
         parts.append(
@@ -193,7 +196,8 @@ def _sections(report: KernelReport, source: SourceText | None) -> Iterator[tuple
     if report.bound.tells_tensor and report.warps is not None:
         title = f"Lower bounds of an iteration, {warps_text(report)}"
         yield title, _bound_table(report.bound, report.warps)
-    yield "Costs", _cost_table(report.bound)
+    title = "Costs" if report.bound.straight else "Costs of the whole text"
+    yield title, _cost_table(report.bound)
     if prediction := report.facts.prediction:
         yield "Lower bounds of a launch", _prediction_table(prediction, report.facts.measurement)
     yield "Stalls by control word", _stall_table(report)
