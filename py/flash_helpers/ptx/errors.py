@@ -323,6 +323,13 @@ class UnfencedInitLint(Lint, title="mbarrier made without a fence"):
     neither and relies on the barrier of the block."""
 
 
+class LayoutLint(Lint, title="layouts that differ"):
+    """Bytes that a tensor copy or a `stmatrix` wrote in one layout and that a `wgmma`, an
+    `ldmatrix` or a tensor copy reads in another one: another swizzle, or rows of another width. The
+    reader gets other elements than those it is meant to get (PTX ISA 9.0, "Swizzling Modes",
+    "Matrix Descriptor Format")."""
+
+
 class OverlappingStoresLint(Lint, title="stores in no order"):
     """Bulk copies to the same bytes of global memory, one of them issued before a thread has waited
     for the other. They are right if they write the same values, since either may be last (PTX ISA

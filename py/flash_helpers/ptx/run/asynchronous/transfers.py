@@ -199,7 +199,7 @@ class Transfers:
             accesses += reading
             read_from = origin, None if unwritten is None else unwritten[0]
             if lints is not None:
-                lints.copy_out(origin)
+                lints.copy_out(position, lane, origin)
         found = self.phases.find(position, lanes, where)
         phase = 0 if found is None else found.state.phase
         if found is not None and lints is not None and (piece is not None or source is not None):
@@ -227,7 +227,7 @@ class Transfers:
             position, np.array([self._agent(lanes)]), lanes[:1], [issued], granules[None]
         )
         if self.lints is not None:
-            self.lints.copy_out(granules)
+            self.lints.copy_out(position, int(lanes[0]), granules, target)
         inside = np.ones(granules.size, bool)
         if isinstance(target, Box) and not target.is_whole:
             inside = np.logical_not(target.filled.reshape(granules.size, -1).all(axis=1))

@@ -265,7 +265,7 @@ class Warpgroups:
             for owner in each
         ]
         addresses = [product.b_matrix.addresses(bits) for bits in issue.b_bits[first].tolist()]
-        self._read(issue, first, known, addresses)
+        self._read(issue, first, known, issue.b_bits[first], addresses)
         if product.a_matrix is None:
             return
         places = issue.warps // len(self.geometry.blocks) % WARPS
@@ -273,13 +273,14 @@ class Warpgroups:
             product.a_matrix.rows_at(bits, WARP_ROWS * place, WARP_ROWS)
             for bits, place in zip(issue.a_bits.tolist(), places.tolist(), strict=True)
         ]
-        self._read(issue, np.arange(owners.size), of_warps, addresses)
+        self._read(issue, np.arange(owners.size), of_warps, issue.a_bits, addresses)
 
     def _read(
         self,
         issue: Issue,
         which: np.ndarray,
         known: Sequence[Knowledge],
+        bits: np.ndarray,
         addresses: Sequence[np.ndarray],
     ) -> None:
         """Reads for some warps. `which`: the warps for which something is read."""
@@ -297,6 +298,7 @@ class Warpgroups:
         if unwritten is not None:
             self.poison.start()
         if self.lints is not None:
+            self.lints.layouts.multiply(issue.product.position, warps, bits.tolist(), addresses)
             # Of B each warp reads what the first of its owner does.
             i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
             if which.size == issue.warps.size:

@@ -62,7 +62,7 @@ class LaneWatch:
         self.order = marks.order
         self.log = marks.log
         self.lane_ids = memory.lane_ids
-        self.touched: Callable[[str, int, np.ndarray, int, np.ndarray], None] | None = None
+        self.touched: Callable[[str, int, np.ndarray, int, np.ndarray, bool], None] | None = None
         self._matrix_writes: set[int] = set()
         """Indices of the instructions that have written matrices."""
         self._data = memory.data
@@ -91,7 +91,8 @@ class LaneWatch:
         """
         view = self.marks.view(size)
         if self.touched is not None:
-            self.touched(action, position, rows, view.width, self.lane_ids[selection])
+            lanes = self.lane_ids[selection]
+            self.touched(action, position, rows, view.width, lanes, is_of_warp)
         told = "write" if action == "copy" else action
         access = _Access(told, position, rows, view, selection, is_of_warp)
         written = view.written[rows]

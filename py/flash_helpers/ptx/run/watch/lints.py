@@ -21,6 +21,7 @@ from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, UnfencedIn
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.layouts import MATRIX_ROWS, Layouts
 from flash_helpers.ptx.run.watch.order import Knowledge, Order
 
 _NOT_YET = np.iinfo(np.int64).max
@@ -59,19 +60,31 @@ class Lints:
         self._products = np.zeros(size // CHUNK, np.int32)
         self._waited = np.full((geometry.warps, 16), _NOT_YET)
         self._done = np.zeros(geometry.warps, np.int64)
+        self.layouts = Layouts(geometry, self.log, self.stride)
 
     # -- what lanes do -----------------------------------------------------------------------------
 
     def touch(
-        self, action: str, position: int, rows: np.ndarray, width: int, lanes: np.ndarray
+        self,
+        action: str,
+        position: int,
+        rows: np.ndarray,
+        width: int,
+        lanes: np.ndarray,
+        is_of_warp: bool,
     ) -> None:
         """An access as in `LaneWatch.note`. `width`: granules per word."""
+        is_matrix = is_of_warp and rows.size % MATRIX_ROWS == 0
         granules = (rows[:, None] * width + np.arange(width)).reshape(-1)
         if action not in ("write", "copy"):
             self._read_as_data(position, granules, lanes.repeat(width))
             self._unread[granules] = 0
         if action != "read":
             self._overwrite(granules, position)
+        if is_matrix and action == "read":
+            self.layouts.load(position, lanes, rows.reshape(-1, MATRIX_ROWS))
+        elif is_matrix:
+            self.layouts.write(position, rows.reshape(-1, MATRIX_ROWS))
 
     # -- what agents do ----------------------------------------------------------------------------
 
@@ -103,14 +116,25 @@ class Lints:
         number = len(self._copies)
         self._copies.append((position, lane))
         self._unread[granules] = number
+        if isinstance(piece, Box):
+            self.layouts.deliver(position, self._chunks(granules), piece)
         if isinstance(piece, Box) and not piece.is_whole:
             outside = granules[piece.filled.reshape(granules.size, -1).any(axis=1)]
             self._unread[outside] = 0
             self._filled[outside] = number
 
-    def copy_out(self, granules: np.ndarray) -> None:
-        """A bulk copy reads granules."""
+    def copy_out(
+        self,
+        position: int,
+        lane: int,
+        granules: np.ndarray,
+        piece: Box | Span | None = None,
+    ) -> None:
+        """A bulk copy reads granules. `piece`: the piece of global memory that it writes, if it
+        writes any."""
         self._unread[granules] = 0
+        if isinstance(piece, Box):
+            self.layouts.store(position, lane, self._chunks(granules), piece)
 
     def multiply(
         self, position: int, warps: np.ndarray, groups: np.ndarray, granules: np.ndarray
@@ -162,6 +186,7 @@ class Lints:
             self._report_unread(unread, f"when they are overwritten at {self.log.site(position)}")
             self._unread[unread] = 0
         self._filled[granules] = 0
+        self.layouts.forget(granules * self.granule // CHUNK)
 
     def _report_unread(self, granules: np.ndarray, when: str) -> None:
         """Reports unread bytes, once per copy."""
@@ -188,7 +213,7 @@ class Lints:
     ) -> None:
         """Checks that each warp whose products read the overwritten bytes has waited for these
         products before."""
-        chunks = granules[:: CHUNK // self.granule] * self.granule // CHUNK
+        chunks = self._chunks(granules)
         groups = self._groups[:, chunks]
         numbers = np.flatnonzero(groups.any(axis=1))
         if not numbers.size:
@@ -226,6 +251,10 @@ class Lints:
             geometry.thread(lane),
             address,
         )
+
+    def _chunks(self, granules: np.ndarray) -> np.ndarray:
+        """The chunks of granules that are those of whole chunks."""
+        return granules[:: CHUNK // self.granule] * self.granule // CHUNK
 
     def _address(self, granule: int | np.integer) -> int:
         return int(granule) * self.granule % self.stride
