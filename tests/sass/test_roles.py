@@ -340,6 +340,63 @@ def test_without_roles_there_is_no_bound():
     assert report_json(report)["bound"]["cycles"] is None
 
 
+# Warp 0 copies, warps 4 to 7 multiply, warps 8 to 11 multiply half as much in a loop of their own.
+THREE = f"""
+    S2R R2, SR_TID.X
+    SHF.R.U32.HI R3, RZ, 0x7, R2
+    ISETP.EQ.AND P0, PT, R3, 0x1, PT
+    @P0 BRA first
+    ISETP.EQ.AND P0, PT, R3, 0x2, PT
+    @P0 BRA second
+    ISETP.GE.AND P0, PT, R2, 0x20, PT
+    @P0 EXIT
+    copy: UTMALDG.2D [UR8], [UR6]
+    MUFU.EX2 R4, R4
+    @P1 BRA copy
+    EXIT
+    first: {HGMMA}
+    {HGMMA}
+    MUFU.EX2 R4, R4
+    @P1 BRA first
+    EXIT
+    second: {HGMMA}
+    @P1 BRA second
+    EXIT
+"""
+
+
+def test_roles_share_the_pipes_of_an_sm():
+    facts = facts_of(kernel(THREE, registers=128))
+    assert [role.name for role in facts.roles] == ["producer", "idle", "consumer 1", "consumer 2"]
+    found = facts.together
+    assert found is not None and facts.resident_blocks == 1
+    # 64 cycles of the SM each, which all four sub-partitions share
+    assert found["tensor"] == (2 + 1) * 64
+    # warps 0 and 4 are of one sub-partition: 8 cycles of its quarter of the pipe each
+    assert found["xu"] == 2 * 8
+    # that issues 3 + 4 + 2 instructions, one a cycle
+    assert found["issue"] == 3 + 4 + 2
+    report = report_on(facts)
+    row = next(line for line in report_text(report).splitlines() if line.startswith("together"))
+    assert row.endswith("an iteration of each  tensor, 192 cycles")
+    assert report_json(report)["together"] == dict(found)
+
+
+def test_blocks_of_odd_warps_are_spread_over_the_sub_partitions():
+    # two blocks of 10 warps: which sub-partition the second begins with is not known
+    facts = facts_of(kernel(THREE, registers=64), threads=320)
+    assert facts.resident_blocks > 1 and facts.together is not None
+    assert facts.together["xu"] == facts.resident_blocks * (1 + 4) * 2.0
+
+
+def test_without_all_roles_there_is_no_sum_of_them():
+    condition = "LDS R5, [R2]\nISETP.NE.AND P0, PT, R5, RZ, PT"
+    assert facts_of(kernel(EITHER.replace("CONDITION", condition))).together is None
+    assert facts_of(kernel(SPECIALISED.replace("HGMMA.64x128x16", "HGMMA.SP"))).together is None
+    # one role with a loop shares with none
+    assert facts_of(kernel("EXIT")).together is None
+
+
 # -- of a compiled kernel --------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from flash_helpers.sass.analyse.occupancy import (
 )
 from flash_helpers.sass.analyse.phases import PhaseCounts, Unit, count_phases, main_loop
 from flash_helpers.sass.analyse.roles import Role, roles
+from flash_helpers.sass.analyse.shared_pipes import together
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.records import Kernel, Loop
@@ -116,6 +117,17 @@ class KernelFacts:
         threads = self.launch.threads if self.launch else most
         return () if threads is None else roles(self.kernel, threads)
 
+    @cached_property
+    def together(self) -> Mapping[str, float] | None:
+        """Least cycles of an SM for one iteration of each role, as `shared_pipes.together` tells
+        them."""
+        return together(self.kernel, self.roles, self.resident_blocks)
+
+    @property
+    def resident_blocks(self) -> int:
+        """Resident blocks per SM for which bounds are told; 1 if they are not known."""
+        return max(self.occupancy.blocks, 1) if self.occupancy else 1
+
     def loop_warps(self, loop: Loop) -> int | None:
         """Warps per SM that run a loop: the warps of its roles in all resident blocks; None if a
         role that is not known may run it."""
@@ -124,8 +136,7 @@ class KernelFacts:
             return self.resident_warps
         if any(role.reason for role in running):
             return None
-        blocks = self.occupancy.blocks if self.occupancy else 1
-        return max(blocks, 1) * sum(len(role.warps) for role in running)
+        return self.resident_blocks * sum(len(role.warps) for role in running)
 
     @property
     def smem_bytes(self) -> int:

@@ -95,6 +95,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
         "spills": [asdict(site) for site in report.spills],
         "local_accesses": [asdict(site) for site in report.local_accesses],
         "roles": [asdict(role) for role in report.facts.roles],
+        "together": report.facts.together,
         "phases": {name: counts_as_dict(counts) for name, counts in _phase_counts(report).items()},
         "loop": loop
         and {
@@ -284,7 +285,7 @@ def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
 
 
 def _role_table(report: KernelReport) -> Table:
-    """One row per role; the bound is that of its working loop."""
+    """One row per role, and one for all; the bound is that of the working loop."""
     kernel, facts = report.kernel, report.facts
     rows = []
     for role in facts.roles:
@@ -307,6 +308,10 @@ def _role_table(report: KernelReport) -> Table:
                 bound,
             ]
         )
+    if facts.together:
+        name, cycles = next(iter(facts.together.items()))
+        bound = f"{name}, {cycles:,.0f} cycles"
+        rows.append(["together", "", "", "", "", "an iteration of each", bound])
     headers = ["role", "warps of a block", "registers", "loops", "waits", "working loop"]
     return Table([*headers, "bound of an iteration"], rows, "llrlrll")
 
