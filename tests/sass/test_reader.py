@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,32 +185,6 @@ class TestInstructions:
         jumps = [i for i in kernel.instructions if i.base == "BRX"]
         assert jumps
         assert all(i.target is None for i in jumps)
-
-    @pytest.mark.parametrize("name", ["spills.sm_90.cubin", "filler.sm_80.cubin"])
-    def test_live_registers_are_those_of_nvdisasm(self, name, load, planted, nvdisasm) -> None:
-        path = planted / name
-        (kernel,) = load(name)
-        text = nvdisasm("-c", "-plr", "-lrm", "count", path)
-        rows = re.findall(r"/\*([0-9a-f]{4})\*/.*// \|(.*)\|", text)
-        assert len(rows) > len(kernel.instructions) / 2
-        by_address = {i.address: i for i in kernel.instructions}
-        for address, cells in rows:
-            # the last columns are left out where no instruction has any
-            shown = [int(cell.strip() or 0) for cell in cells.split("|")]
-            live = by_address[int(address, 16)].live
-            told = [live.general, live.predicate, live.uniform, live.uniform_predicate]
-            assert told == [*shown, 0, 0, 0][:4]
-
-    def test_live_registers_are_not_told_of_calls(self, load) -> None:
-        """The count of nvdisasm there depends on the other functions of the file."""
-        kernels = load("several.sm_80.cubin")
-        calls = [i for kernel in kernels for i in kernel.instructions if i.base == "CALL"]
-        assert calls
-        assert all(i.live is None for i in calls)
-
-    def test_old_cubins_have_no_live_registers(self, load) -> None:
-        """nvdisasm does not analyse the flow of their other layout."""
-        assert all(i.live is None for k in load("old.sm_90.cubin") for i in k.instructions)
 
     def test_compiler_is_as_noted(self, load) -> None:
         compiler = load("several.sm_90.cubin")[0].compiler
@@ -400,23 +373,6 @@ class TestCacheUse:
         assert reader.load_kernels(path, cache=cache) == first
         with pytest.raises(AssertionError, match="nvdisasm was run"):
             reader.load_kernels(planted / "unrolled.sm_90.cubin", cache=cache)
-
-    def test_live_registers_are_only_told_where_they_are_asked_for(
-        self, planted: Path, tmp_path: Path, request: pytest.FixtureRequest
-    ) -> None:
-        cache = DisassemblyCache(tmp_path)
-        path = planted / "unrolled.sm_90.cubin"
-        (without,) = reader.load_kernels(path, cache=cache, live=False)
-        assert {i.live for i in without.instructions} == {None}
-        (told,) = reader.load_kernels(path, cache=cache)
-        assert any(i.live for i in told.instructions)
-        alike = [replace(i, live=None) for i in told.instructions]
-        assert alike == [*without.instructions]
-        for entry in tmp_path.iterdir():
-            entry.unlink()
-        reader.load_kernels(path, cache=cache)
-        request.getfixturevalue("no_nvdisasm")
-        assert reader.load_kernels(path, cache=cache, live=False) == [told]
 
     def test_a_damaged_entry_is_made_again(self, planted: Path, tmp_path, monkeypatch) -> None:
         cache = DisassemblyCache(tmp_path)

@@ -235,9 +235,7 @@ def read_library(
         # A family may be built for one architecture alone. If none is, the reader raises.
         own = [symbol for found_for, symbol in listed if found_for == architecture]
         wanted = [symbol for symbol in own or configs if symbol in configs]
-        for kernel in reader.load_kernels(
-            path, architecture, wanted, live=False, progress=progress
-        ):
+        for kernel in reader.load_kernels(path, architecture, wanted, progress=progress):
             compilers.add(replace(kernel.compiler, options=""))
             found.append(figures_of(kernel, configs[kernel.symbol]))
     if len(compilers) != 1:

@@ -1,11 +1,11 @@
 """Disassemblies kept between runs, since making one takes most of a second.
 
-An entry holds the output of nvdisasm and the line tables of one kernel. The data of the ELF file is
-read again each time, and values computed from both are computed again. An entry is named by a hash
-of the whole cubin, the kernel's symbol, nvdisasm's version, FORMAT, and whether it has live
-registers, so that it never gets stale. It is JSON, compressed by zlib, which adds a checksum.
-Reading it can give wrong text at worst, never run anything. An entry that is cut off, damaged or
-does not fit its kernel counts as absent.
+An entry holds the output of nvdisasm, the line tables and the live registers of one kernel. The
+data of the ELF file is read again each time, and other values are computed again. An entry is named
+by a hash of the whole cubin, the kernel's symbol, nvdisasm's version and FORMAT, so that it never
+gets stale. It is JSON, compressed by zlib, which adds a checksum. Reading it can give wrong text at
+worst, never run anything. An entry that is cut off, damaged or does not fit its kernel counts as
+absent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-FORMAT = 8  # raise it when `Disassembly` or its contents change
+FORMAT = 9  # raise it when `Disassembly` or its contents change, such as the live registers
 FOLDER_VARIABLE = "FLASH_HELPERS_SASS_CACHE"
 MAX_BYTES = 256 << 20  # of all entries; a kernel of this library takes about 30 KB
 MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked
@@ -105,10 +105,10 @@ def cubin_digest(cubin: Content) -> str:
     return hashlib.sha256(cubin).hexdigest()
 
 
-def entry_key(digest: str, symbol: str, disassembler: str, live: bool = True) -> str:
+def entry_key(digest: str, symbol: str, disassembler: str) -> str:
     """The name of a kernel's entry. `digest`: digest of its cubin. `disassembler`: name and
-    version. `live`: with live registers."""
-    named = [FORMAT, disassembler, digest, symbol, *([] if live else ["without live registers"])]
+    version."""
+    named = [FORMAT, disassembler, digest, symbol]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 

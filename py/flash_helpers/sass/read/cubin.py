@@ -43,8 +43,11 @@ EIATTR_REQNTID = 0x10
 EIATTR_FRAME_SIZE = 0x11
 EIATTR_MIN_STACK_SIZE = 0x12
 EIATTR_INDIRECT_BRANCH_TARGETS = 0x34
+EIATTR_COOP_GROUP_INSTR_OFFSETS = 0x28
 EIATTR_REGCOUNT = 0x2F
+EIATTR_INT_WARP_WIDE_INSTR_OFFSETS = 0x31
 EIATTR_CUDA_API_VERSION = 0x37
+EIATTR_MBARRIER_INSTR_OFFSETS = 0x39
 EIATTR_NUM_BARRIERS = 0x4C
 EIATTR_ANNOTATIONS = 0x55
 _RELOCATIONS = (".rel", ".rela")
@@ -52,6 +55,7 @@ _EVERY_CUBIN_HAS = (".shstrtab", ".strtab", ".symtab")
 _PARAMETERS = ".nv.constant0."
 _SPILL_REFILL = 1  # of the kinds of annotations
 _MARKS_SPILLS = (12, 6)  # the first ptxas that does, of 12.4, 12.5, 12.6, 12.9 and 13.0
+_WORDS_OF_MBARRIER = 4  # of an instruction on an mbarrier; the first is its address
 _FORMAT_SIZED = 4  # the others hold their value in place of the size
 
 
@@ -66,7 +70,9 @@ class CubinKernel:
     relocations, no jump tables, and calls no other function. `spills`: addresses of the
     instructions that spill a register or bring it back; None where the compiler did not mark them.
     Spill bytes in `resources` are 0: only the code tells them. `jump_tables`: the targets of each
-    computed jump by its address, from the start of the section.
+    computed jump by its address, from the start of the section. `block_starts`: addresses of the
+    instructions that the attributes name as those of lanes together or of an mbarrier; the compiler
+    begins a basic block at each.
     """
 
     symbol: str
@@ -79,6 +85,7 @@ class CubinKernel:
     self_contained: bool
     spills: frozenset[int] | None
     jump_tables: Mapping[int, tuple[int, ...]]
+    block_starts: tuple[int, ...] = ()
 
     @property
     def code(self) -> bytes:
@@ -199,6 +206,11 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
                 self_contained=not tied,
                 spills=_spills(own, compiler),
                 jump_tables=_jump_tables(own),
+                block_starts=(
+                    *_words(own, EIATTR_COOP_GROUP_INSTR_OFFSETS),
+                    *_words(own, EIATTR_INT_WARP_WIDE_INSTR_OFFSETS),
+                    *_words(own, EIATTR_MBARRIER_INSTR_OFFSETS)[::_WORDS_OF_MBARRIER],
+                ),
             )
         )
     known = {kernel.symbol for kernel in kernels if not kernel.is_function}

@@ -1,13 +1,8 @@
 """Disassembly of kernels by nvdisasm, with their line tables.
 
-nvdisasm runs once on each file, for a listing of the instructions and, if asked for, the live
-registers, which take most of the time. Control words come from the code's bytes. A file that the
-newest nvdisasm refuses (13.5 refuses sm_70) is read by an older one.
-
-Live registers are missing for the NOPs that fill a section, which nvdisasm then leaves out of the
-text, and for calls. At a CALL nvdisasm counts the registers that any function of the file might
-need. In one kernel that was 172 between two instructions with 115, though it calls no function:
-ptxas for sm_80 to sm_89 leaves some loops with a CALL.
+nvdisasm runs once on each file, for a listing of the instructions. Control words come from the
+code's bytes, live registers from `liveness`. A file that the newest nvdisasm refuses (13.5 refuses
+sm_70) is read by an older one.
 """
 
 from __future__ import annotations
@@ -24,9 +19,10 @@ from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.cubin import Cubin, CubinKernel
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
 from flash_helpers.sass.read.elf import Content
-from flash_helpers.sass.read.flow import CALLS, JUMPS
+from flash_helpers.sass.read.flow import CALLS, JUMPS, control_flow
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
 from flash_helpers.sass.read.listing import ListedFunction, parse_listing
+from flash_helpers.sass.read.liveness import live_registers, why_unknown
 from flash_helpers.sass.read.merge import merged_cubin, merged_name
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
@@ -40,19 +36,16 @@ from flash_helpers.sass.read.symbols import plain_name, with_demangled_symbols
 LARGEST_BATCH = 48  # kernels: some seconds of work, of which the start is half a second
 _SMALLEST_BATCH = 4  # kernels, if there are as many: another start takes longer than they do
 
-_WITH_LIVE_REGISTERS = ("-plr", "-lrm", "count")
-_NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _JOINED = re.compile(r"((?:^|, )\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
 _LABEL = re.compile(r"`\((\.L_\w+)\)|(?<= )(\.L_\w+)@srel")
 _FUNCTION = re.compile(r"`\(([^()]+)\)$")  # that a CALL names, or the one that a RET leaves
 _OFFSET = re.compile(r"^(U?R\w+) (?=-?0x|`|[.$\w]+$)")  # BRX R2 -0xa0 is R2, -0xa0
-_NOP, _OPCODE_BITS = 0x918, 0xFFF
 
 
 @dataclass(frozen=True)
 class Disassembly:
     """The output of nvdisasm and the line tables for one kernel, with one item of each per
-    instruction. `live`: all None if live registers were not asked for."""
+    instruction. `live`: all None where `liveness.why_unknown` has a reason."""
 
     operations: tuple[Operation, ...]
     live: tuple[LiveRegisters | None, ...]
@@ -103,31 +96,26 @@ def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
     return planned
 
 
-def disassemble(
-    tools: Sequence[Disassembler], batch: Batch, folder: Path, live: bool = True
-) -> list[Disassembly]:
+def disassemble(tools: Sequence[Disassembler], batch: Batch, folder: Path) -> list[Disassembly]:
     """The disassembly of each request.
 
     `tools`: nvdisasm in all of its versions, in the order of use. `folder`: folder for the cubins
-    that it reads. `live`: with live registers. Raises SassError for a kernel that no version can
-    read.
+    that it reads. Raises SassError for a kernel that no version can read.
     """
     if not batch.merged:
-        return _disassemble(tools, batch.requests, folder, live)
+        return _disassemble(tools, batch.requests, folder)
     names = [merged_name(index) for index in range(len(batch.requests))]
     header = batch.requests[0].cubin.header
     try:
         with _written(merged_cubin(header, [r.kernel for r in batch.requests]), folder) as path:
-            return _read(tools[0], path, [], batch.requests, names, live)
+            return _read(tools[0], path, [], batch.requests, names)
     except SassError:
         # one damaged kernel must not spoil the others, and the error must name its own cubin
-        return [
-            d for request in batch.requests for d in _disassemble(tools, [request], folder, live)
-        ]
+        return [d for request in batch.requests for d in _disassemble(tools, [request], folder)]
 
 
 def _disassemble(
-    tools: Sequence[Disassembler], requests: Sequence[Request], folder: Path, live: bool
+    tools: Sequence[Disassembler], requests: Sequence[Request], folder: Path
 ) -> list[Disassembly]:
     """The disassembly of kernels of one cubin."""
     cubin = requests[0].cubin
@@ -140,7 +128,7 @@ def _disassemble(
         for tool in tools:
             if tool.is_new_enough(cubin.compiler.version):
                 try:
-                    return _read(tool, path, only, requests, names, live)
+                    return _read(tool, path, only, requests, names)
                 except SassError as error:
                     problems.append(str(error).replace(str(path), cubin.origin))
     reason = with_demangled_symbols(problems[0])
@@ -165,15 +153,9 @@ def _read(
     only: Sequence[str],
     requests: Sequence[Request],
     names: Sequence[str],
-    live: bool,
 ) -> list[Disassembly]:
     """The disassembly of each request, which has that name in the cubin at `path`."""
-    try:
-        text = run_program(tool.path, "-c", *(_WITH_LIVE_REGISTERS if live else ()), *only, path)
-    except SassError as error:
-        if not live or _NO_LIVE_REGISTERS not in str(error):
-            raise
-        text = run_program(tool.path, "-c", *only, path)
+    text = run_program(tool.path, "-c", *only, path)
     listed = {function.name: function for function in parse_listing(text, "nvdisasm's listing")}
     tables: dict[Member, tuple[dict[int, LineTable], dict[int, LineTable]]] = {}
     found = []
@@ -186,12 +168,12 @@ def _read(
             )
         cuda_lines, ptx_lines = (t.get(section, LineTable()) for t in tables[request.member])
         function = listed.get(name, ListedFunction(name, cubin.architecture))
-        operations, live_at = _operations(request, function), function.live_registers
+        operations = _operations(request, function)
         of_ptx = [ptx_lines.at(operation.address) for operation in operations]
         found.append(
             Disassembly(
                 operations=operations,
-                live=tuple(None if o.base in CALLS else live_at.get(o.address) for o in operations),
+                live=_live(request.kernel, operations),
                 sources=tuple(cuda_lines.at(operation.address) for operation in operations),
                 ptx_lines=tuple(chain[0].line if chain else None for chain in of_ptx),
             )
@@ -200,25 +182,27 @@ def _read(
 
 
 def _operations(request: Request, function: ListedFunction) -> tuple[Operation, ...]:
-    """The instructions of a listed function, with their encodings, and the NOPs behind them that a
-    listing with live registers leaves out."""
+    """The instructions of a listed function, with their encodings."""
     kernel, code = request.kernel, request.kernel.code
     addresses = range(0, len(code), INSTRUCTION_BYTES)
     words = [int.from_bytes(code[at : at + INSTRUCTION_BYTES], "little") for at in addresses]
     listed = function.operations
-    left_out = words[len(listed) :]
-    in_order = [o.address for o in listed] == [*addresses[: len(listed)]]
-    if not listed or not in_order or any(word & _OPCODE_BITS != _NOP for word in left_out):
+    if [operation.address for operation in listed] != [*addresses]:
         raise SassError(
             f"nvdisasm lists {len(listed)} instructions of {plain_name(kernel.symbol)} in "
             f"{request.cubin.origin}, whose {len(code)} bytes are {len(words)}"
         )
     return tuple(
-        _operation(listed[n], word, function, kernel)
-        if n < len(listed)
-        else Operation(addresses[n], word, "", "NOP", "", None)
-        for n, word in enumerate(words)
+        _operation(operation, word, function, kernel)
+        for operation, word in zip(listed, words, strict=True)
     )
+
+
+def _live(kernel: CubinKernel, operations: Sequence[Operation]) -> tuple[LiveRegisters | None, ...]:
+    if why_unknown(operations, kernel.jump_tables, kernel.is_function):
+        return (None,) * len(operations)
+    blocks, _ = control_flow(operations, kernel.jump_tables)
+    return tuple(live_registers(operations, blocks, kernel.block_starts))
 
 
 def _operation(

@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from flash_helpers.console.file_kinds import ELF_MAGIC, FileKind, mistaken
 from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.flow import BRANCHES, CALLS
-from flash_helpers.sass.read.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Operation, SassError
 
 READABLE = (
     "readable are the listings of nvdisasm, cuobjdump -sass and tools/build/extract_sass.py, and "
@@ -42,8 +42,6 @@ _ARCHITECTURE = re.compile(r"(?:\.target |code for )(sm_\d+[a-z]?)")
 _LABEL = re.compile(r"([.$\w]+):")
 _JUMP = re.compile(r"(?:.*, ?)?(?:0x([0-9a-f]+)|`\(([^)]+)\))")
 _COUNT = re.compile(r"(\d+)\s+([A-Z][A-Za-z0-9_.]*);?")
-_LIVE = "// |"  # before a row of the table of live registers
-_LIVE_COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
 _SHOWN = 60  # characters of a line that an error quotes
 
 
@@ -130,15 +128,13 @@ class ListedFunction:
 
     `name`: its symbol. `architecture`: such as "sm_90". Each is "" where the listing does not tell.
     `lines`: lines with instructions, by address, which counts from 0 in a listing without
-    addresses. `labels`: the addresses of labels. `live_columns`: columns of the table of live
-    registers, if there is one.
+    addresses. `labels`: the addresses of labels.
     """
 
     name: str
     architecture: str
     lines: dict[int, Line] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
-    live_columns: tuple[str, ...] = ()
     _end: int = 0
 
     @property
@@ -153,13 +149,6 @@ class ListedFunction:
             Operation(address, 0, *line.instruction, self._target(*line.instruction[1:]))
             for address, line in self.lines.items()
         )
-
-    @cached_property
-    def live_registers(self) -> dict[int, LiveRegisters]:
-        """Live registers by address, as far as the listing has them."""
-        rows = {at: line.remark.removeprefix(_LIVE) for at, line in self.lines.items()}
-        told = self.live_columns and {a: r for a, r in rows.items() if r != self.lines[a].remark}
-        return {address: _live_row(row, self.live_columns) for address, row in (told or {}).items()}
 
     def add(self, line: Line, labels: Iterable[str], file: str) -> None:
         """Add an instruction and the labels before it. Raises SassError, naming the file."""
@@ -183,15 +172,6 @@ class ListedFunction:
         if match is None:
             return None
         return int(match[1], 16) if match[1] else self.labels.get(match[2])
-
-
-@lru_cache(maxsize=1 << 10)  # most rows come again and again
-def _live_row(row: str, columns: tuple[str, ...]) -> LiveRegisters:
-    counts = dict(zip(columns, row.split("|"), strict=False))
-    try:
-        return LiveRegisters(*(int(counts.get(c, "").strip() or 0) for c in _LIVE_COLUMNS))
-    except ValueError as error:
-        raise SassError(f"nvdisasm's live registers {row!r} cannot be read") from error
 
 
 def decode(data: bytes, name: str) -> str:
@@ -228,9 +208,6 @@ def parse_listing(text: str, name: str) -> list[ListedFunction]:
         elif line.kind is Kind.FUNCTION:
             functions.append(ListedFunction(line.name, architecture))
             labels.clear()
-        elif functions and line.remark.startswith(_LIVE) and _LIVE_COLUMNS[0] in line.remark:
-            cells = line.remark.removeprefix(_LIVE).split("|")
-            functions[-1].live_columns = tuple(cell.strip() for cell in cells)
         elif line.kind is Kind.INSTRUCTION:
             if not functions:
                 # prose may look like an instruction, but not behind an address

@@ -40,6 +40,7 @@ from flash_helpers.sass.read.disassembly import (
     disassemble,
 )
 from flash_helpers.sass.read.lines import Chain
+from flash_helpers.sass.read.liveness import why_unknown
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Instruction,
@@ -96,7 +97,6 @@ def iter_kernels(
     member: str = "",
     *,
     cache: DisassemblyCache | None = None,
-    live: bool = True,
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Kernel]:
@@ -105,10 +105,9 @@ def iter_kernels(
 
     `architecture`: such as "sm_90"; None takes all. `names`: names of the kernels to take, as in
     `choice.matching`; without names, all. `member`: name of a cubin in the file, or a part of it.
-    `cache`: None takes the cache in the user's cache folder, see `cache.cache_folder`. `live`: find
-    live registers, which takes most of the time. `sources`: maps a kernel's symbol and the CUDA
-    lines of its instructions to the lines of the records. `progress`: called with the number of
-    kernels read and the number of all, during disassembly.
+    `cache`: None takes the cache in the user's cache folder, see `cache.cache_folder`. `sources`:
+    maps a kernel's symbol and the CUDA lines of its instructions to the lines of the records.
+    `progress`: called with the number of kernels read and the number of all, during disassembly.
 
     Raises SassError for a file of another kind, one that is damaged or holds no kernel, for an
     architecture, a member or a name that is not in it, and for a missing disassembler. A
@@ -116,7 +115,7 @@ def iter_kernels(
     it; it is an error if there are no others.
     """
     chosen = chosen_kernels(path, architecture, names, member)
-    return read_chosen(chosen, cache, live=live, sources=sources, progress=progress)
+    return read_chosen(chosen, cache, sources=sources, progress=progress)
 
 
 def load_kernels(
@@ -126,13 +125,12 @@ def load_kernels(
     member: str = "",
     *,
     cache: DisassemblyCache | None = None,
-    live: bool = True,
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
     """All kernels of `iter_kernels`, with its arguments and errors."""
     chosen = chosen_kernels(path, architecture, names, member)
-    return [*read_chosen(chosen, cache, live=live, sources=sources, progress=progress)]
+    return [*read_chosen(chosen, cache, sources=sources, progress=progress)]
 
 
 def load_kernel(
@@ -206,7 +204,6 @@ def read_chosen(
     chosen: Chosen,
     cache: DisassemblyCache | None = None,
     *,
-    live: bool = True,
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Kernel]:
@@ -228,17 +225,14 @@ def read_chosen(
             kernel = next(k for k in cubin.kernels if k.symbol == wanted.symbol)
             request = Request(member, cubin, kernel)
             requests.append(request)
-            names = (digest(member), kernel.symbol, str(tools[0]))
-            key = entry_key(*names, live)
+            key = entry_key(digest(member), kernel.symbol, str(tools[0]))
             kept = cache.read(key, kernel.code)
-            if kept is None and not live:
-                kept = cache.read(entry_key(*names, live=True), kernel.code)
             known = kept or refused.get(cubin.architecture) or _too_new(tools[0], cubin)
             if known:
                 outcomes[request] = known
             else:
                 missing[request] = key
-        for request, outcome in _disassemble(tools, [*missing], live):
+        for request, outcome in _disassemble(tools, [*missing]):
             outcomes[request] = outcome
             architecture = request.cubin.architecture
             if isinstance(outcome, Disassembly):
@@ -271,7 +265,7 @@ def _too_new(tool: Disassembler, cubin: Cubin) -> SassError | None:
 
 
 def _disassemble(
-    tools: Sequence[Disassembler], requests: Sequence[Request], live: bool
+    tools: Sequence[Disassembler], requests: Sequence[Request]
 ) -> Iterator[tuple[Request, Disassembly | SassError]]:
     """The disassemblies in batches, as they come."""
     workers = len(os.sched_getaffinity(0))
@@ -280,7 +274,7 @@ def _disassemble(
         ThreadPoolExecutor(workers) as pool,
     ):
         running = {
-            pool.submit(_outcomes, tools, batch, Path(folder), live): batch
+            pool.submit(_outcomes, tools, batch, Path(folder)): batch
             for batch in batches(requests, workers)
         }
         try:
@@ -292,16 +286,16 @@ def _disassemble(
 
 
 def _outcomes(
-    tools: Sequence[Disassembler], batch: Batch, folder: Path, live: bool
+    tools: Sequence[Disassembler], batch: Batch, folder: Path
 ) -> Sequence[Disassembly | SassError]:
     """The disassembly of each request, or the reason that there is none."""
     try:
-        return disassemble(tools, batch, folder, live)
+        return disassemble(tools, batch, folder)
     except SassError as error:
         if not batch.merged or _REFUSAL in str(error):
             return [error] * len(batch.requests)
     alone = (Batch((request,), merged=False) for request in batch.requests)
-    return [outcome for one in alone for outcome in _outcomes(tools, one, folder, live)]
+    return [outcome for one in alone for outcome in _outcomes(tools, one, folder)]
 
 
 def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesOf | None) -> Kernel:
@@ -364,6 +358,7 @@ def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesO
         ptx=cubin.ptx,
         is_function=kernel.is_function,
         constants=_constants(cubin, kernel.symbol),
+        why_not_live=why_unknown(operations, kernel.jump_tables, kernel.is_function),
     )
 
 

@@ -98,9 +98,9 @@ class Operation:
 class Instruction(Operation):
     """An operation, with the facts about it from the cubin.
 
-    `live`: None if the disassembler did not say. `source`: the CUDA line, then the lines it was
-    inlined at, outermost last; empty without line information. `ptx_line`: line of the kernel's
-    embedded PTX, counted from 1. `block`: index into `Kernel.blocks`. `loop`: index into
+    `live`: None where `Kernel.why_not_live` has the reason. `source`: the CUDA line, then the lines
+    it was inlined at, outermost last; empty without line information. `ptx_line`: line of the
+    kernel's embedded PTX, counted from 1. `block`: index into `Kernel.blocks`. `loop`: index into
     `Kernel.loops` of the innermost loop around it. `pipe`: the pipe that executes it, "unknown"
     where no source tells. `cost`: cycles of an SM per warp instruction (see `opcodes`); None where
     unknown. `is_spill`: whether the cubin marks it as spilling a register, or as bringing one back.
@@ -190,7 +190,8 @@ class Kernel:
     file from which it was read, and the member of it. `ptx`: the text that `Instruction.ptx_line`
     counts in; None if the cubin does not hold it. `is_function`: kernels call it; it is not
     launched. `constants`: the constant banks that the compiler filled for it, by number, as far as
-    the cubin is linked: its jump tables are there.
+    the cubin is linked: its jump tables are there. `why_not_live`: the reason why its live
+    registers are not known; "" if they are.
     """
 
     symbol: str
@@ -204,6 +205,7 @@ class Kernel:
     ptx: str | None
     is_function: bool = False
     constants: Mapping[int, bytes] = field(default_factory=dict, repr=False)
+    why_not_live: str = ""
 
     def __hash__(self) -> int:
         # of all instructions it would take longer than what caches save

@@ -1,8 +1,7 @@
 """Registers that an instruction reads and writes, by its text.
 
 The number of registers of an operand follows from the opcode. The tests check it against nvdisasm
-(`-plr -lrm wide`). Two kinds are missing: uniform registers that accesses to global memory of sm_80
-to sm_89 take without printing them, and registers that calls change. Standard library only.
+(`-plr -lrm wide`). Registers that calls change are missing. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,6 +24,9 @@ _READS_ONLY = (BRANCHES | _ADDRESS_FIRST) | frozenset(
 )  # though a register or a predicate stands first
 _ENDS_WITH_A_PREDICATE = frozenset({"VOTE", "VOTEU", "ELECT"})  # that is read
 _GLOBAL = frozenset({"LDG", "STG", "LD", "ST", "ATOM", "ATOMG", "RED", "REDG"})
+_HAS_DESCRIPTOR = 0x800  # of the encoding
+_DESCRIPTOR_OF_LOAD, _DESCRIPTOR = 32, 64  # the first of six bits
+_NO_REGISTER = 0x3F  # URZ
 _OF_TWO = frozenset({"FADD2", "FMUL2", "FFMA2"})
 _SIZES = {"64": 2, "128": 4, "256": 8}
 _WHOLE_OF_64 = frozenset({"S64", "U64"})
@@ -110,7 +112,7 @@ def _in_brackets(
     """The width of a register that stands first in brackets. `outside`: the text before them."""
     base, *modifiers = opcode.split(".")
     if outside == "gdesc":
-        return 4 if position == 1 else 2  # of A and B; of B alone
+        return 4  # descriptors of A and B, also where A is in registers
     if outside in ("desc", "cx"):
         return 2
     if "64" in match[3].split("."):
@@ -119,7 +121,7 @@ def _in_brackets(
         dimensions = next((int(m[0]) for m in modifiers if re.fullmatch(r"[1-5]D", m)), 0)
         first = 2 + dimensions if base == "UTMALDG" else 1 + dimensions
         return first if position == 0 else 2
-    if base in _GLOBAL and "E" in modifiers and match[1] == "R" and not match[3]:
+    if base in _GLOBAL and "E" in modifiers and match[1] in ("R", "UR") and not match[3]:
         return 1 if "desc" in parts[position] else 2  # before sm_80 there is no ".64"
     return 1
 
@@ -187,6 +189,18 @@ def _factor_bits(base: str, modifiers: list[str]) -> int:
     if base in ("BMMA", "BGMMA"):
         return 1
     return 4 if {"S4", "U4"} & {*modifiers} else 8
+
+
+def unprinted_reads(operation: Operation) -> list[str]:
+    """The uniform registers that an access to global memory of sm_80 to sm_89 takes for its
+    descriptor, without printing them: a pair, which its encoding names."""
+    is_global = operation.base in _GLOBAL or operation.base == "LDGSTS"
+    is_bare = ".64" in operation.operands and "desc" not in operation.operands
+    if not (is_global and is_bare and operation.encoding & _HAS_DESCRIPTOR):
+        return []
+    at = _DESCRIPTOR_OF_LOAD if operation.base in ("LD", "LDG") else _DESCRIPTOR
+    first = operation.encoding >> at & _NO_REGISTER
+    return [] if first == _NO_REGISTER else [f"UR{first}", f"UR{first + 1}"]
 
 
 def operation_accesses(operation: Operation) -> tuple[Access, ...]:

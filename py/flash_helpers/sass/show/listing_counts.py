@@ -144,7 +144,7 @@ def _of_machine_code(
     compilers = set()
 
     def functions() -> Iterator[Sequence[Operation]]:
-        for kernel in reader.read_chosen(chosen, live=False, progress=progress):
+        for kernel in reader.read_chosen(chosen, progress=progress):
             compilers.add(str(kernel.compiler))
             yield kernel.instructions
 

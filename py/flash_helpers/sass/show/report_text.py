@@ -233,7 +233,8 @@ def _register_sentences(report: KernelReport) -> Iterator[str]:
     registers = report.kernel.resources.registers
     peak = report.peak
     if peak is None or peak.live is None:
-        yield f"{registers} registers; how many are live is not known."
+        why = f": {report.kernel.why_not_live}" * bool(report.kernel.why_not_live)
+        yield f"{registers} registers; how many are live is not known{why}."
     else:
         where = "outside loops" if peak.loop is None else f"in loop {peak.loop}"
         yield (

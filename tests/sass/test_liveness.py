@@ -1,0 +1,136 @@
+"""Live registers, found by the data flow: nvdisasm, where it counts them, is the witness."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_backend import run_tool
+from sass_text import kernel
+
+from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.sass.read.liveness import live_registers, why_unknown
+from flash_helpers.sass.read.reader import chosen_kernels, load_kernels
+from flash_helpers.sass.read.records import Kernel, LiveRegisters
+
+pytestmark = pytest.mark.slow
+
+COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
+
+
+def listed(text: str) -> Iterator[tuple[str, int, LiveRegisters]]:
+    """Kernel, address and counts in a listing of nvdisasm; columns without any are left out."""
+    symbol, columns = "", []
+    for line in text.split("\n"):
+        if section := re.search(r"\.section\s+\.text\.([^\s,]+)", line):
+            symbol = section[1]
+        if "GPR" in line:
+            columns = [cell.strip() for cell in line.partition("// |")[2].split("|")]
+        if row := re.match(r"\s*/\*([0-9a-f]{4,})\*/.*// \|(.*)", line):
+            counts = dict(zip(columns, row[2].split("|"), strict=False))
+            numbers = (int(counts.get(column, "").strip() or 0) for column in COLUMNS)
+            yield symbol, int(row[1], 16), LiveRegisters(*numbers)
+
+
+def check(path: Path, nvdisasm: Callable[..., str], *options: str) -> int:
+    """Every count of nvdisasm is that of the reader; returns their number."""
+    kernels = {k.symbol: k for k in load_kernels(path)}
+    rows = [*listed(nvdisasm("-c", "-plr", "-lrm", "count", *options, path))]
+    for symbol, address, told in rows:
+        instruction = kernels[symbol].instructions[address // 16]
+        assert instruction.live == told, (symbol, hex(address), instruction.text)
+    return len(rows)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{name}.sm_{a}" for name in ("spills", "unrolled", "filler") for a in (80, 90)),
+        "roles.sm_90a",
+        "one.sm_90a",
+    ],
+)
+def test_are_those_of_nvdisasm(name: str, planted: Path, nvdisasm) -> None:
+    assert check(planted / f"{name}.cubin", nvdisasm) > 5
+
+
+@pytest.mark.parametrize("name", ["v9_bf16_d128_Br64", "s2_fp32", "h2_bf16"])
+def test_of_the_library_are_those_of_nvdisasm(name: str, nvdisasm, tmp_path: Path) -> None:
+    member, _ = next(
+        pair
+        for pair in chosen_kernels(installed_library(), None, [name], "")
+        if pair[1].architecture in ("sm_90", "sm_90a")
+    )
+    path = tmp_path / "one.cubin"
+    path.write_bytes(member.read())
+    assert check(path, nvdisasm) > 50
+
+
+def test_of_an_older_compiler_are_those_of_the_newer(load) -> None:
+    """nvdisasm counts none in cubins of CUDA 12; ptxas 12.9 and 13.0 make the same code here."""
+    kernels = [
+        {k.symbol: k for k in load(name)} for name in ("ends12_9.sm_90.cubin", "ends.sm_90.cubin")
+    ]
+    old, new = (found["spills_beside_array"] for found in kernels)
+    assert [i.text for i in old.instructions] == [i.text for i in new.instructions]
+    assert [i.live for i in old.instructions] == [i.live for i in new.instructions]
+    assert max(i.live.general for i in old.instructions if i.live) <= old.resources.registers
+
+
+def general(text: str, *starts: int) -> list[int]:
+    planted = kernel(text)
+    found = live_registers(planted.instructions, planted.blocks, starts)
+    return [live.general - 1 for live in found]  # less the stack pointer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # R2 and R3 until they are read
+        ("MOV R2, 1\nMOV R3, 2\nIADD3 R4, R2, R3, RZ\nSTS [R4], R4\nEXIT", [1, 2, 3, 1, 0]),
+        # a pair and four
+        ("LDG.E.128 R4, desc[UR4][R2.64]\nSTG.E.128 desc[UR4][R2.64], R4\nEXIT", [6, 6, 0]),
+        # what a guard may leave as it is, is needed before
+        ("MOV R2, 1\n@P0 MOV R2, 2\nSTS [RZ], R2\nEXIT", [1, 1, 1, 0]),
+        # a value that a loop needs is live in all of it
+        ("MOV R2, 1\nloop: MOV R3, 2\n@P0 BRA loop\nSTS [RZ], R2\nEXIT", [1, 2, 1, 1, 0]),
+        ("MOV R2, 1\nloop: IADD3 R3, R2, 1, RZ\n@P0 BRA loop\nEXIT", [1, 2, 1, 0]),
+        # filler that never executes needs nothing
+        ("@!PT LDS RZ, [RZ]\nMOV R2, 1\nEXIT", [0, 1, 0]),
+    ],
+)
+def test_of(text: str, expected: list[int]) -> None:
+    assert general(text) == expected
+
+
+def test_a_call_changes_what_its_routine_writes() -> None:
+    text = (
+        "MOV R2, 1\nMOV R20, 0x40\nCALL.REL.NOINC routine\nSTS [R2], R4\nEXIT\n"
+        "routine: IADD3 R4, R2, 1, RZ\nRET.REL.NODEC R20 0x0"
+    )
+    # R4 is the routine's; R2 lives on behind the call; R20 and R21 hold where it returns to
+    assert general(text)[:4] == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("BRX R2 -0x10\nEXIT", "the jump at 0x0000 has no table of targets"),
+        ("MOV R2, 1\nCALL.REL.NOINC 0x4000\nEXIT", "the call at 0x0010 leaves the kernel's own"),
+        ("NEWOP R2, R4\nEXIT", "the opcode NEWOP is not known"),
+        ("MOV R2, 1\nEXIT", ""),
+    ],
+)
+def test_that_are_not_known_have_a_reason(text: str, reason: str) -> None:
+    assert why_unknown(kernel(text).instructions, {}, False).startswith(reason or "")
+    assert bool(why_unknown(kernel(text).instructions, {}, False)) == bool(reason)
+
+
+def test_of_a_device_function_are_not_known_and_the_report_says_why(load, planted, capsys) -> None:
+    found: dict[str, Kernel] = {k.symbol: k for k in load("functions.sm_90.cubin")}
+    assert {i.live for i in found["_Z5twicei"].instructions} == {None}
+    tool, name = "tools/analysis/sass_report.py", f"{planted / 'functions.sm_90.cubin'}#twice"
+    _, out, _ = run_tool(capsys, tool, name)
+    assert "how many are live is not known: it is a device function" in out
