@@ -66,7 +66,7 @@ BODIES = {
     "a literal beyond 64 bits": ("mov.u64 %rd, 18446744073709551616;", "is no integer of at most"),
     "an offset beyond 64 bits": (
         "ld.global.u32 %a, [%rd+99999999999999999999];",
-        "'99999999999999999999' is no integer of at most 64 bits",
+        r"'\+99999999999999999999': an integer of more than 64 bits",
     ),
     "registers without number": (".reg .b32 %r<99999999>;", "more than 262,144 registers in one"),
     "registers of many declarations": (

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from flash_helpers.ptx.errors import PtxSyntaxError
+from flash_helpers.ptx.read.constants import NAMED, evaluate
 from flash_helpers.ptx.read.module import (
     Address,
     Arguments,
@@ -68,15 +69,18 @@ _LOC = _pattern(
 )
 _INSTRUCTION = _pattern(r"(?:@\s*(!?)\s*([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = _pattern(r"\s*(\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*)\s*(?:,|$)")
+# Says which variables an address may be of, not which bytes.
+_UNIFIED = _pattern(r"(?<=\])\s*\.unified\b")
 _NUMBER = _pattern(
     rf"(?:-?0[fF][0-9a-fA-F]{{8}}|-?0[dD][0-9a-fA-F]{{16}}|-?\d+\.\d*(?:[eE][-+]?\d+)?|{_INTEGER})$"
 )
 _WHOLE_INTEGER = _pattern(rf"{_INTEGER}$")
 _WHOLE_NAME = _pattern(rf"{_NAME}$")
+_NAME_OF_REGISTER = _pattern(rf"!\s*(?!WARP_SZ\b){_NAME}")
 _TENSOR = _pattern(r"([^,{]*),\s*\{([^{}]*)\}\s*$")
 _GENERIC = _pattern(r"generic\s*\(\s*([^()]*?)\s*\)")
-_SYMBOL_PLUS = _pattern(rf"([A-Za-z_$%][\w$.]*?)\s*([+-])\s*({_INTEGER})$")
-_REGISTERS = _pattern(r"\.reg\s*\.(\w+)\s+(.*)", re.DOTALL)
+_SYMBOL_PLUS = _pattern(r"([A-Za-z_$%][\w$.]*)\s*([+-].*)$", re.DOTALL)
+_REGISTERS = _pattern(r"\.reg\s*(?:\.(v2|v4)\s*)?\.(\w+)\s+(.*)", re.DOTALL)
 _REGISTER_NAMES = _pattern(r"([\w$%]+)\s*(?:<\s*(\d{1,9})\s*>)?$")
 # Of declarations whose white space is single spaces.
 _POINTER = _pattern(r"\.ptr( \.(?:global|shared|const|local))?( \.align \d+)?")
@@ -87,12 +91,19 @@ _VARIABLE = _pattern(
 )
 _DECLARED_NAME = _pattern(r"(?:\.\w+ ?(?:\d+ |\([^)]*\) ?)?)+([A-Za-z_$%][\w$]*)")
 _PART_OF_ADDRESS = _pattern(r"(0[xX][0-9a-fA-F]+)\s*\((.*)\)$")
-_FUNCTION = _pattern(
-    rf"{_LINKAGE_AND_KIND}\s*(?:\.attribute\s*\([^)]*\)\s*)?(\([^)]*\))?\s*([\w$%]+)"
+# Managed memory is global memory that the host sees too; unified addresses are those of one device.
+_ATTRIBUTES = (
+    r"\.attribute\s*\(\s*(?:\.managed|\.unified\s*\([^()]*\))"
+    r"(?:\s*,\s*(?:\.managed|\.unified\s*\([^()]*\)))*\s*\)"
 )
+_ANY_ATTRIBUTES = _pattern(_ATTRIBUTES)
+_ALIAS = _pattern(r"\.alias\s+([\w$%]+)\s*,\s*([\w$%]+)\s*;")
+_FUNCTION = _pattern(rf"{_LINKAGE_AND_KIND}\s*(?:{_ATTRIBUTES}\s*)?(\([^)]*\))?\s*([\w$%]+)")
 _HEAD = _pattern(_LINKAGE_AND_KIND)
 _HEAD_OF_LINE = _pattern(rf"^[ \t]*{_LINKAGE_AND_KIND}", re.MULTILINE)
-_HEAD_END = _pattern(r'"[^"\n]*"|[{;]')
+_PRAGMA = r'\.pragma\s+"[^"\n]*"(?:\s*,\s*"[^"\n]*")*\s*;'
+_HEAD_END = _pattern(rf'{_PRAGMA}|"[^"\n]*"|[{{;]')
+_HEAD_PRAGMA = _pattern(_PRAGMA)
 _FUNCTION_DIRECTIVE = _pattern(r"\.(\w+)([\s\d,]*)")
 _SPACES = frozenset({"shared", "local", "const", "global", "param", "reg"})
 # PTX ISA, "Texture Sampler and Surface Types"
@@ -106,9 +117,12 @@ _SPECIAL_NAMES = (
     r"|envreg(?:[12]?\d|3[01])|pm[0-7](?:_64)?|reserved_smem_offset_(?:begin|end|cap|[01])"
 )
 _SPECIAL = _pattern(rf"%(?:{_SPECIAL_NAMES})(?:\.[xyzw])?$")
-_CONSTANTS = {"WARP_SZ": 32}
+_EXPRESSION = _pattern(r"[-+~!(\d]|(?:WARP_SZ)\b")
+# Names of the elements of a vector ("Vectors as Operands").
+_ELEMENTS = ("xr", "yg", "zb", "wa")
+_WRITTEN_OUT = {"shared::cta": "shared", "param::entry": "param", "param::func": "param"}
 _Named = TypeVar("_Named", Function, Variable)
-_BRACKETS = {"{": "}", "[": "]", "(": ")"}
+_BRACKETS = {"{": "}", "[": "]"}
 
 
 def read_ptx(text: str) -> Module:
@@ -139,6 +153,7 @@ class _Reader:
         self.location: Location | None = None
         # Unique names of what is declared between braces, the innermost braces first.
         self.registers: ChainMap[str, str] = ChainMap()
+        self.vectors: ChainMap[str, Vector] = ChainMap()
         self.symbols: ChainMap[str, str] = ChainMap()
         self.scopes: list[int] = []
         self.scope_count = 0
@@ -201,6 +216,7 @@ class _Reader:
         version = target = ""
         functions: dict[str, Function] = {}
         variables: dict[str, Variable] = {}
+        aliases: dict[str, str] = {}
         while self.skip_space():
             if self.starts(".version"):
                 version = self.take(_VERSION, "cannot read")[1]
@@ -214,8 +230,11 @@ class _Reader:
             elif self.starts(".section"):
                 self.until("{", "a section")
                 self.until("}", "a section")
-            elif self.starts(".pragma") or self.starts(".alias"):
+            elif self.starts(".pragma"):
                 self.until(";", "a directive")
+            elif self.starts(".alias"):
+                alias, aliased = self.take(_ALIAS, "two functions are due in").groups()
+                aliases[alias] = aliased
             elif _HEAD.match(self.text, self.position):
                 function = self.function()
                 if function is not None:
@@ -233,6 +252,10 @@ class _Reader:
             raise PtxSyntaxError("no .version and .target: this is not a PTX module", 1)
         if self.lost_file is not None:
             raise self.lost_file
+        for alias, aliased in aliases.items():
+            if aliased not in functions:
+                raise self.error(f".alias of {aliased}, which is no function of the text")
+            functions[alias] = _once(replace(functions[aliased], name=alias), functions)
         return Module(version, target, functions, variables)
 
     def module_variable(self) -> Variable:
@@ -249,8 +272,7 @@ class _Reader:
 
     def variable(self, text: str, start: int) -> Variable:
         """A declaration, without its semicolon."""
-        # Managed memory is global memory that the host sees too.
-        text = " ".join(text.replace(".attribute(.managed)", " ").split())
+        text = " ".join(_ANY_ATTRIBUTES.sub(" ", text).split())
         match = _VARIABLE.match(text)
         if match is None:
             raise self.error(f"cannot read the declaration {text[:80]!r}", start)
@@ -311,7 +333,7 @@ class _Reader:
             raise self.error("rows of initial values that leave out elements", start)
         size, data, addresses = size_of(type_name), bytearray(), []
         for value in values:
-            if _NUMBER.match(value):
+            if _EXPRESSION.match(value) and not _PART_OF_ADDRESS.match(value):
                 data += self.initial_number(value, type_name, start)
             else:
                 addresses.append(self.stored_address(value, len(data), size, start))
@@ -319,7 +341,9 @@ class _Reader:
         return bytes(data), tuple(addresses)
 
     def initial_number(self, text: str, type_name: str, start: int) -> bytes:
-        number, size = self.number(text, start), size_of(type_name)
+        size = size_of(type_name)
+        is_literal = _NUMBER.match(text)
+        number = self.number(text, start) if is_literal else Immediate(self.constant(text, start))
         kind = SCALAR_TYPES[type_name].kind if type_name in SCALAR_TYPES else "b"
         fits = type(number.value) is int and kind in "sub"
         if number.float_bits:
@@ -421,6 +445,9 @@ class _Reader:
                 function.registers[variable.name] = variable.type
         directives: dict[str, tuple[int, ...]] = {}
         while self.skip_space():
+            if self.starts(".pragma"):
+                self.take(_HEAD_PRAGMA, "cannot read the head:")
+                continue
             match = self.take(_FUNCTION_DIRECTIVE, "cannot read the head:")
             numbers = re.findall(r"\d+", match[2])
             directives[match[1]] = tuple(self.integer(n, start) for n in numbers)
@@ -435,7 +462,7 @@ class _Reader:
 
     def body(self, function: Function, labels: Mapping[int, Sequence[str]]) -> None:
         self.registers = ChainMap({name: name for name in function.registers})
-        self.symbols = ChainMap()
+        self.vectors, self.symbols = ChainMap(), ChainMap()
         self.scopes, self.scope_count, self.operands = [], 0, {}
         self.location, self.raw_locations = None, {}
         while self.skip_space():
@@ -447,6 +474,7 @@ class _Reader:
                 self.open_scope(labels.get(start, ()))
             elif character == "}":
                 self.registers, self.symbols = self.registers.parents, self.symbols.parents
+                self.vectors = self.vectors.parents
                 self.scopes.pop()
                 self.operands = {}
             elif character == ".":
@@ -465,7 +493,7 @@ class _Reader:
             raise self.error(f"more than {_DEEPEST} braces within braces")
         self.scope_count += 1
         self.scopes.append(self.scope_count)
-        self.registers = self.registers.new_child()
+        self.registers, self.vectors = self.registers.new_child(), self.vectors.new_child()
         self.symbols = self.symbols.new_child({name: self.unique(name) for name in labels})
         self.operands = {}
 
@@ -525,20 +553,31 @@ class _Reader:
     def declare_registers(self, text: str, function: Function, start: int) -> None:
         match = _REGISTERS.match(text)
         names = (
-            [_REGISTER_NAMES.match(item.strip()) for item in match[2].split(",")] if match else []
+            [_REGISTER_NAMES.match(item.strip()) for item in match[3].split(",")] if match else []
         )
-        if match is None or match[1] not in TYPE_NAMES or not all(names):
+        if match is None or match[2] not in TYPE_NAMES or not all(names):
             raise self.error(f"cannot read the register declaration {text[:80]!r}", start)
         for name, count in (item.groups() for item in names if item):
             if int(count or 1) + len(function.registers) > _MOST_REGISTERS:
                 raise self.error(f"more than {_MOST_REGISTERS:,} registers in one function", start)
             declared = [f"{name}{i}" for i in range(int(count))] if count else [name]
+            if match[1]:
+                declared = self.vectors_of(declared, int(match[1][1]))
             unique = [self.unique(register) for register in declared]
             if not function.registers.keys().isdisjoint(unique):
                 raise self.error(f"registers declared twice: {text[:80]!r}", start)
             self.registers.update(zip(declared, unique, strict=True))
-            function.registers.update(dict.fromkeys(unique, match[1]))
+            function.registers.update(dict.fromkeys(unique, match[2]))
         self.operands = {}
+
+    def vectors_of(self, names: Sequence[str], count: int) -> list[str]:
+        """The elements of vectors of registers, each under its first name."""
+        for name in names:
+            elements = [Register(self.unique(f"{name}.{e[0]}")) for e in _ELEMENTS[:count]]
+            self.vectors[name] = Vector(tuple(elements))
+            for register, letters in zip(elements, _ELEMENTS, strict=False):
+                self.registers[f"{name}.{letters[1]}"] = register.name
+        return [f"{name}.{e[0]}" for name in names for e in _ELEMENTS[:count]]
 
     def read_location(self, match: re.Match[str]) -> None:
         numbers = [int(n) for n in match.groups() if n is not None]
@@ -581,17 +620,21 @@ class _Reader:
                 raise self.error(f"the guard {guard_name} is no predicate", start)
         if opcode not in self.opcodes:
             name, *written = re.split(r"\.(?!:)", opcode)
-            modifiers = tuple("shared" if m == "shared::cta" else m for m in written)
+            modifiers = tuple(_WRITTEN_OUT.get(m, m) for m in written)
             types = tuple(m for m in modifiers if m in OPCODE_TYPES)
             self.opcodes[opcode] = (name, modifiers, types)
         name, modifiers, types = self.opcodes[opcode]
         operands = []
+        if ".unified" in rest:
+            rest = _UNIFIED.sub("", rest)
         position, rest = 0, rest.strip()
         while position < len(rest):
             item = _OPERAND.match(rest, position)
             if item is None:
                 raise self.error(f"cannot read the operands {rest[:80]!r}", start)
-            operands.append(self.operand(item[1].strip(), start))
+            is_list = name == "call" and item[1][0] == "("
+            read = self.arguments if is_list else self.operand
+            operands.append(read(item[1].strip(), start))
             position = item.end()
         line = self.line(start)
         function.instructions.append(
@@ -612,15 +655,13 @@ class _Reader:
     def read_operand(self, text: str, start: int) -> Operand:
         first, inner = text[0], text[1:-1].strip()
         if first not in _BRACKETS:
-            if "|" in text:
+            if "|" in text and "||" not in text and not _EXPRESSION.match(text):
                 return Pair(*(self.simple(t, start) for t in text.split("|", 1)))
             return self.simple(text, start)
         if text[-1] != _BRACKETS[first] or len(text) == 1:
             raise self.error(f"cannot read the operand {text[:60]!r}", start)
         if first == "{":
             return Vector(self.operand_list(inner, start))
-        if first == "(":
-            return Arguments(self.operand_list(inner, start) if inner else ())
         if "," not in text:
             return self.address(inner, start)
         tensor = _TENSOR.match(inner)
@@ -630,22 +671,38 @@ class _Reader:
         address = self.address(tensor[1].strip(), start)
         return replace(address, coordinates=self.operand_list(tensor[2], start))
 
+    def arguments(self, text: str, start: int) -> Arguments:
+        """The arguments or results of a call."""
+        inner = text[1:-1].strip()
+        if text[-1] != ")":
+            raise self.error(f"cannot read the operand {text[:60]!r}", start)
+        return Arguments(self.operand_list(inner, start) if inner else ())
+
     def simple(self, text: str, start: int) -> Operand:
-        """An operand without parts."""
+        """An operand without brackets: a register, a vector of them, a number or a symbol."""
         text = text.strip()
         if not text:
             raise self.error("an operand is missing", start)
         if text == "_":
             return Sink()
-        if text[0] == "!":
+        if text[0] == "!" and _NAME_OF_REGISTER.match(text):
             return Register(self.register(text[1:].strip(), start), negated=True)
         if _NUMBER.match(text):
             return self.number(text, start)
-        if text in _CONSTANTS:
-            return Immediate(_CONSTANTS[text])
         if text in self.registers:
             return Register(self.registers[text])
+        if text in self.vectors:
+            return self.vectors[text]
+        if _EXPRESSION.match(text):
+            return Immediate(self.constant(text, start))
         return Special(text) if _SPECIAL.match(text) else self.symbol(text, start)
+
+    def constant(self, text: str, start: int) -> int | float:
+        """The value of a constant expression."""
+        try:
+            return evaluate(text)
+        except ValueError as error:
+            raise self.error(f"cannot read the operand {text[:60]!r}: {error}", start) from None
 
     def operand_list(self, text: str, start: int) -> tuple[Operand, ...]:
         return tuple(self.simple(t, start) for t in text.split(","))
@@ -669,10 +726,12 @@ class _Reader:
 
     def base_and_offset(self, text: str, start: int) -> tuple[str, int]:
         match = _SYMBOL_PLUS.match(text)
-        if match is None:
+        if match is None or match[1] in NAMED:
             return text, 0
-        offset = self.integer(match[3], start)
-        return match[1], -offset if match[2] == "-" else offset
+        offset = self.constant(match[2], start)
+        if isinstance(offset, float):
+            raise self.error(f"an offset of floating point: {text[:60]!r}", start)
+        return match[1], offset
 
     def number(self, text: str, start: int) -> Immediate:
         negative, digits = text.startswith("-"), text.lstrip("-")

@@ -30,7 +30,7 @@ from flash_helpers.ptx.run.instructions.access import STRONG, access_size, space
 from flash_helpers.ptx.run.layout import WORD, Argument, aligned, pack, placed
 from flash_helpers.ptx.run.limits import Three, check_block, check_memory, cluster_of, count, three
 from flash_helpers.ptx.run.machine import Launch, Machine
-from flash_helpers.ptx.run.memory.regions import DeviceMemory
+from flash_helpers.ptx.run.memory.regions import WINDOWS, DeviceMemory
 from flash_helpers.ptx.run.variables import place_variables, reachable
 from flash_helpers.ptx.run.watch.faults import FaultLog
 
@@ -310,6 +310,11 @@ class Kernel:
             dynamic_bytes=shared_bytes,
             parameters=parameters,
             symbols=symbols,
+            windows={
+                **dict.fromkeys(offsets, WINDOWS["param"]),
+                **dict.fromkeys(shared, WINDOWS["shared"]),
+                **dict.fromkeys(local, WINDOWS["local"]),
+            },
             local_bytes=aligned(local_bytes, WORD),
             granule=granule,
             has_flags=has_flags,

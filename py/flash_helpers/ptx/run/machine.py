@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TextIO
 
@@ -115,7 +115,8 @@ class Launch:
     memory per block, static and dynamic. `parameters`: their bytes, uint8. `symbols`: addresses of
     variables, each in its own state space, and of functions, which can only be stored.
     `local_bytes`: local memory per thread. `granule`: bytes of the narrowest shared access.
-    `has_flags`: whether strong accesses to shared memory may order other accesses.
+    `has_flags`: whether strong accesses to shared memory may order other accesses. `windows`: for
+    each variable, the generic address of the first byte of its state space, if that is not 0.
 
     `scratch`: offset of the part of shared memory that the system reserves, behind all variables;
     None if the kernel does not ask for it. `workspace`: address of the memory through which a grid
@@ -138,6 +139,7 @@ class Launch:
     target: str
     written_for: str
     cluster: tuple[int, int, int] | None = None
+    windows: Mapping[str, int] = field(default_factory=dict)
     output: TextIO | None = None
     scratch: int | None = None
     workspace: int = 0

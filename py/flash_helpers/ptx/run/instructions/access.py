@@ -88,7 +88,8 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
     A register of 32 bits plus its offset is an address of 32 bits: the sum is taken modulo 2^32, as
     in `LDS R0, [R1+0x84]`. PTX ISA 9.0, "Addresses as Operands", also truncates a register of 64
     bits to the width of its state space. Here it stays whole: a generic address in place of one of
-    shared memory, whose low half may look like one, is then reported.
+    shared memory, whose low half may look like one, is then reported. An instruction without a
+    state space takes the generic address of a symbol.
     """
     if not isinstance(operand, Address):
         raise machine.unsupported("an address in brackets is expected")
@@ -101,6 +102,8 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
         start = machine.symbol(base) if isinstance(base, Symbol) else base.integer
         if start is None:
             raise machine.unsupported("a literal of floating point is no address")
+        if isinstance(base, Symbol) and space_of(machine.instruction()) == "generic":
+            start += machine.launch.windows.get(base.name, 0)
         array = np.broadcast_to(np.array(_signed(start), np.int64), (machine.lanes,))
     if not offset:
         return lambda selection: array[selection].astype(np.int64)
