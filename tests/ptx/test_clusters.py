@@ -34,6 +34,7 @@ DECLARATIONS = """
 # %r0: thread, %r1: rank, %r2: the next block's rank, %r3: the block, %r4: result, stored by END.
 START = """
 ld.param.u64 %rd0, [out];
+mov.u32 %r4, 0;
 mov.u32 %r0, %tid.x;
 mov.u32 %r1, %cluster_ctarank;
 mov.u32 %r5, %cluster_nctarank;

@@ -205,3 +205,84 @@ def test_a_lane_that_is_predicated_off_waits_for_none():
     mov.u32 %d, 1;
     """
     assert evaluate(body, declarations=DECLARATIONS).tolist() == [1] * WARP
+
+
+# -- values of lanes that take no part -------------------------------------------------------------
+
+TREE = "".join(
+    f"shfl.sync.down.b32 %x, %y, {n}, 31, {{mask}};\nadd.u32 %y, %y, %x;\n" for n in (8, 4, 2, 1)
+)
+# Half a warp adds its lanes' numbers: those of lanes from 8 on read lanes that take no part.
+HALVES = {
+    "ended": "setp.ge.u32 %q, %thread, 16;\n@%q exit;\n" + TREE.format(mask=-1),
+    "not named": "setp.ge.u32 %q, %thread, 16;\n@%q bra STORE;\n" + TREE.format(mask="0xffff"),
+    "predicated off": "setp.lt.u32 %q, %thread, 16;\n"
+    + TREE.format(mask="0xffff").replace("shfl", "@%q shfl"),
+    "of another group": "setp.lt.u32 %q, %thread, 16;\nselp.b32 %member, 0xffff, 0xffff0000, %q;\n"
+    + TREE.format(mask="%member"),
+}
+WHY = {"ended": "which had ended"}
+USES = {
+    "memory": ("mov.u32 %d, %y;", "the value that goes to global memory"),
+    "an address": ("{ .shared .b32 s[9999];\nst.shared.u32 [%y], 1; }", "its address"),
+    "a branch": (
+        "setp.gt.u32 %p, %y, 9;\n@%p bra A;\nbar.warp.sync -1;\nA:",
+        "the predicate of this branch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_tree_of_half_a_warp_reads_what_it_does_not_use(name):
+    body = f"mov.u32 %y, %thread;\nmov.u32 %d, 0;\n{HALVES[name]}STORE:\n"
+    body += "setp.eq.u32 %p, %thread, 0;\n@%p mov.u32 %d, %y;"
+    assert evaluate(body, declarations=DECLARATIONS).tolist() == [sum(range(16)), *[0] * 31]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", HALVES)
+def test_what_comes_from_a_lane_that_takes_no_part_reaches(name, use):
+    (body, what), half = USES[use], HALVES[name]
+    body = f"mov.u32 %y, %thread;\nmov.u32 %d, 0;\n.loc 1 5 1\n{half}\n.loc 1 6 1\n{body}\nSTORE:"
+    with pytest.raises(MissingLanesError) as caught:
+        evaluate(body, declarations=DECLARATIONS, before='.file 1 "kernel.cu"')
+    error = caught.value
+    # Lane 1 adds what lane 9 has added, which has read lane 17.
+    why = WHY.get(name, "which its mask does not name")
+    assert error.detail.startswith(f"{what} comes from lane 1")
+    assert f", {why}, by the shuffle at kernel.cu:5 [shfl.sync.down.b32" in error.detail
+    assert error.address is None
+
+
+SHUFFLES = {
+    "down by one, clamped": ("shfl.sync.down.b32 %d, %thread, 1, 31, 0xffff;", 15, 16),
+    "up by one": ("shfl.sync.up.b32 %d, %thread, 1, 0, 0xffff;", None, None),
+    "down in segments": ("shfl.sync.down.b32 %d, %thread, 1, 0x101f, 0xffff;", None, None),
+    "of one lane": ("shfl.sync.idx.b32 %d, %thread, 20, 31, 0xffff;", 0, 20),
+    "of one lane of a segment": ("shfl.sync.idx.b32 %d, %thread, 4, 0x101f, 0xffff;", None, None),
+    "crosswise": ("shfl.sync.bfly.b32 %d, %thread, 16, 31, 0xffff;", 0, 16),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLES)
+def test_the_lane_that_is_read_decides(name):
+    """`reader`: the first lane that reads one of the other half."""
+    body, reader, source = SHUFFLES[name]
+    body = f"setp.ge.u32 %q, %thread, 16;\n@%q exit;\n{body}"
+    if reader is None:
+        evaluate(body, declarations=DECLARATIONS)
+        return
+    with pytest.raises(MissingLanesError, match=f"comes from lane {source}, which had") as caught:
+        evaluate(body, declarations=DECLARATIONS)
+    assert caught.value.thread.lane == reader
+
+
+def test_whether_the_lane_is_in_range_is_known():
+    """The predicate of a shuffle does not depend on who takes part."""
+    body = """
+    setp.ge.u32 %q, %thread, 16;
+    @%q exit;
+    shfl.sync.down.b32 %x|%p, %thread, 1, 0x100f, -1;
+    selp.u32 %d, 1, 0, %p;
+    """
+    assert evaluate(body, declarations=DECLARATIONS).tolist() == [1] * 15 + [0] * 17

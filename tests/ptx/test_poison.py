@@ -93,7 +93,7 @@ def test_values_are_those_of_a_run_without_poison():
 
 REACHES = {
     "a store": (STORE.format("%r4"), "the value that goes to global memory"),
-    "a store of a vector": ("@!%p st.global.v2.u32 [%rd1], {0, %r4};", "the value that goes"),
+    "a store of a vector": ("@!%edge st.global.v2.u32 [%rd1], {0, %r4};", "the value that goes"),
     "a generic store": ("st.u32 [%rd2], %r4;", "the value that goes to global memory"),
     "an atomic": ("atom.global.add.u32 %r5, [%rd2], %r4;", "the value that goes"),
     "a reduction": ("red.global.add.u32 [%rd2], %r4;", "the value that goes"),
@@ -268,7 +268,8 @@ def test_poison_of_one_warp_is_not_that_of_another():
     # Lanes from 20 on read what nothing wrote; the first warp alone stores what it has added.
     body = "redux.sync.add.s32 %r5, %r4, -1;\nsetp.ge.u32 %p, %r0, 32;\n"
     first = (
-        "st.shared.u32 [%r3], %r0;\nsetp.lt.u32 %p, %r0, 32;\n@!%p ld.shared.u32 %r4, [%r3+512];"
+        "mov.u32 %r4, 1;\nst.shared.u32 [%r3], %r0;\nsetp.lt.u32 %p, %r0, 32;\n"
+        "@!%p ld.shared.u32 %r4, [%r3+512];"
     )
     launch(f"{first}\n{body}@!%p {STORE.format('%r5')}", threads=64)
     complaint(f"{first}\n{body}@%p {STORE.format('%r5')}", threads=64)
@@ -612,6 +613,8 @@ def test_wmma_knows_no_more_than_the_warp(space):
     to = {"global": "[%rd1]", "shared": "[tile+512]"}[space]
     body = f"""
     {{}}
+    mov.b64 {{{{%r24, %r25}}}}, 0;
+    mov.b64 {{{{%r26, %r27}}}}, 0;
     wmma.load.a.sync.aligned.row.m16n16k16.shared.f16 {{{{{registers}}}}}, [tile], 16;
     wmma.mma.sync.aligned.row.col.m16n16k16.f16.f16
         {{{{%r20, %r21, %r22, %r23}}}}, {{{{{registers}}}}}, {{{{{registers}}}}},

@@ -16,6 +16,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx import DeviceMemory, Kernel, UnsupportedInstruction, load_ptx
 from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.read.module import Register
+from flash_helpers.ptx.read.registers import CARRY
 from flash_helpers.ptx.run.count.tally import Tally
 from flash_helpers.ptx.run.execute.spread import Spread
 from flash_helpers.ptx.run.geometry import Geometry
@@ -23,7 +24,6 @@ from flash_helpers.ptx.run.instructions.operations import bind
 from flash_helpers.ptx.run.machine import Launch, Machine
 from flash_helpers.ptx.run.memory.regions import ALL
 from flash_helpers.ptx.run.watch.faults import FaultLog
-from flash_helpers.ptx.run.watch.poison import CARRY
 
 LANES = 2 * WARP
 DECLARATIONS = """
@@ -195,6 +195,12 @@ def machine_of(kernel: Kernel) -> Machine:
     return Machine(kernel.program, launch, geometry, DeviceMemory(), log, tally)
 
 
+def spread_of(machine: Machine) -> Spread:
+    spread = Spread(machine)
+    machine.poison.begin = partial(lambda spread: lambda: spread, spread)
+    return spread
+
+
 class Trial:
     """One instruction on random registers, of which random bytes are poisoned."""
 
@@ -252,7 +258,7 @@ class Trial:
             poison.put(name, ALL, np.where(which, 1 << 60, 0))
         self.fill(self.before)
         with np.errstate(all="ignore"):
-            Spread(self.machine).tracked(0, self.action).all()
+            spread_of(self.machine).tracked(0, self.action).all()
         after = {}
         for name, octets in self.before.items():
             codes = poison.of(name, ALL)
@@ -303,7 +309,7 @@ def codes_after(instruction: str, *poisoned: tuple[str, int]) -> dict[str, set[i
     poison = trial.machine.poison
     for name, lane in poisoned:
         poison.put(name, slice(lane, lane + 1), np.full((1, 1), 1 << 60))
-    Spread(trial.machine).tracked(0, trial.action).all()
+    spread_of(trial.machine).tracked(0, trial.action).all()
     found = {name: np.flatnonzero(codes.any(axis=0)) for name, codes in poison.registers.items()}
     return {name: set(lanes.tolist()) for name, lanes in found.items()}
 
@@ -334,7 +340,7 @@ def test_halves_of_c_and_d_are_told_apart():
     trial = Trial(instruction, seed=0)
     codes = np.array([[0], [0], [1 << 60], [0]])
     trial.machine.poison.put("%r7", slice(5, 6), codes)
-    Spread(trial.machine).tracked(0, trial.action).all()
+    spread_of(trial.machine).tracked(0, trial.action).all()
     assert (trial.machine.poison.of("%r0", 5) != 0).tolist() == [False, False, True, True]
     assert trial.machine.poison.of("%r8", 5) is None
 
@@ -365,8 +371,7 @@ def test_no_instruction_however_wrong_is_a_traceback_when_its_registers_are_pois
             machine = machine_of(Kernel(kernel.module, function))
             with np.errstate(all="ignore"):
                 action, _ = bind(machine, wrong)
-            spread = Spread(machine)
-            machine.poison.begin = partial(lambda spread: lambda: spread, spread)
+            spread = spread_of(machine)
             for name in machine.program.registers:
                 machine.poison.put(name, ALL, np.full((1, LANES), 1 << 60))
             try:

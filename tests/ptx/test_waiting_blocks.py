@@ -21,6 +21,7 @@ mov.u32 %r2, %nctaid.x;
 mul.wide.u32 %rd1, %r1, 4;
 add.s64 %rd2, %rd0, %rd1;
 setp.ne.u32 %p, %r0, 0;
+mov.u32 %r4, 0;
 """
 # Each block but the last waits for the one after it.
 BACKWARDS = """

@@ -260,6 +260,7 @@ class TestGroups:
     def test_a_wait_sleeps_until_all_four_warps_have_committed(self):
         # Warps 1 to 3 commit only after warp 0 has gone on from its wait: nobody does.
         body = f"""
+        {fill(0, 4)}
         {FENCE}
         {mma("%A", "%B")}
         setp.lt.u32 %p, %thread, 32;
@@ -504,7 +505,7 @@ class TestSeeds:
         pause = "mov.u32 %r9, 0;\nWAIT_A_BIT: add.u32 %r9, %r9, 1;\nsetp.lt.u32 %q, %r9, 20;\n"
         pause += "@%q bra WAIT_A_BIT;\n"
         steps = 3 * (mma("%A", "%B") + COMMIT)
-        body = self.BUSY + fill(3, 4) + FENCE + steps + pause + between + last + "\nREADY:"
+        body = fill(3, 4) + self.BUSY + FENCE + steps + pause + between + last + "\nREADY:"
         outputs = 4 if last else 0
         result = Snippet(body, outputs=outputs, **rest).run(160, seed=seed, **options)
         return a, b, result

@@ -49,7 +49,7 @@ class TestRegistersInFlight:
         run(self.MULTIPLY, WAIT, "add.f32 %e0, %d2, %d2;")
 
     def test_an_accumulator_that_is_written(self):
-        assert "%d3" in fault(WgmmaRegisterError, self.MULTIPLY, "mov.f32 %d3, %e0;", WAIT)
+        assert "%d3" in fault(WgmmaRegisterError, self.MULTIPLY, "mov.f32 %d3, 0f3F800000;", WAIT)
 
     def test_that_of_the_newest_group_in_a_pipeline(self):
         # Two accumulators in turn; the newest is read instead of the one before.
@@ -67,7 +67,7 @@ class TestRegistersInFlight:
 
     def test_one_warp_of_another_role_may(self):
         body = "setp.lt.u32 %p, %thread, 128;\n@!%p bra OTHER;\n" + self.MULTIPLY
-        run(body, WAIT, "bra DONE;\nOTHER:\nadd.f32 %d0, %d0, %d0;\nDONE:", threads=160)
+        run(zeros(), body, WAIT, "bra DONE;\nOTHER:\nadd.f32 %d0, %d0, %d0;\nDONE:", threads=160)
 
     def test_a_predicate_that_does_not_hold(self):
         guarded = "setp.eq.u32 %p, %thread, {};\n@%p mov.f32 %d0, 0f00000000;"
@@ -116,7 +116,7 @@ class TestRegistersInFlight:
 
 class TestFences:
     def test_none_at_all(self):
-        text = fault(WgmmaFenceError, mma("%A", "%B"), DONE)
+        text = fault(WgmmaFenceError, mma("%A", "%B", adds="0"), DONE)
         assert "the first wgmma of a warp, with no wgmma.fence before it" in text
 
     def test_an_accumulator_that_is_set_after_it(self):
@@ -245,17 +245,19 @@ class TestWarpgroups:
 
 class TestTheEnd:
     def test_a_group_that_nobody_waits_for(self):
-        text = fault(UnfinishedError, zeros("e"), FENCE, mma("%A", "%B", d="e"), COMMIT)
+        text = fault(UnfinishedError, zeros(), zeros("e"), FENCE, mma("%A", "%B", d="e"), COMMIT)
         assert "no wgmma.wait_group has waited for this" in text and "[wgmma.mma_async" in text
 
     def test_products_that_nobody_commits(self):
-        text = fault(UnfinishedError, zeros("e"), FENCE, mma("%A", "%B", d="e"), WAIT)
+        text = fault(UnfinishedError, zeros(), zeros("e"), FENCE, mma("%A", "%B", d="e"), WAIT)
         assert "no wgmma.commit_group stands between it and the wait at" in text
 
     def test_the_last_of_several_groups(self):
         one = mma("%A", "%B", d="e") + COMMIT
         body = "setp.ge.u32 %p, %thread, 128;\n@%p bra END;\n"
         text = fault(
-            UnfinishedError, zeros("e"), body, FENCE, one, one, WAIT_1, "END:", threads=192
+            UnfinishedError,
+            *(zeros(), zeros("e"), body, FENCE, one, one, WAIT_1, "END:"),
+            threads=192,
         )
         assert "warp 0" in text

@@ -152,6 +152,12 @@ class UninitialisedReadError(SimulatorError, title="uninitialised memory"):
     """
 
 
+class UninitialisedRegisterError(SimulatorError, title="uninitialised register"):
+    """A register that nothing had written was read, and the value reached global memory, an
+    address, a branch that decides about more than registers, a barrier or the predicate of an
+    instruction with a visible effect."""
+
+
 class PendingCopyError(SimulatorError, title="asynchronous copy not waited for"):
     """Memory touched between a `cp.async` and the wait that completes it: shared memory that it
     will write, or global memory that it reads."""
@@ -240,7 +246,11 @@ class DeadlockError(SimulatorError, title="deadlock"):
 
 
 class MissingLanesError(SimulatorError, title="missing lanes"):
-    """A warp-wide instruction executed without lanes that it needs."""
+    """A warp-wide instruction executed without lanes that it needs, or a value that a shuffle took
+    from a lane that takes no part in it, where it reaches what `UninitialisedReadError` names.
+
+    Source: PTX ISA 9.0, "shfl.sync": results are undefined if the source lane is inactive or not in
+    membermask."""
 
 
 class WarpgroupError(SimulatorError, title="warpgroup not together"):

@@ -16,6 +16,7 @@ from flash_helpers import gpu
 from flash_helpers.ptx.errors import Lint, PtxSyntaxError, SimulatorError, UnsupportedInstruction
 from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Special, Symbol, Variable
+from flash_helpers.ptx.read.registers import Unset, unset_registers
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
 from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES
 from flash_helpers.ptx.run.asynchronous.register_pool import entry_registers
@@ -114,6 +115,11 @@ class Kernel:
     def program(self) -> Program:
         """Its instructions in the order in which the simulator runs them."""
         return build_program(self.function)
+
+    @cached_property
+    def _unset(self) -> Unset:
+        """Registers that it may read before it has written them."""
+        return unset_registers(self.program)
 
     @cached_property
     def _named(self) -> tuple[set[str], set[str]]:
@@ -321,6 +327,7 @@ class Kernel:
             target=target,
             written_for=self.module.target,
             scratch=aligned(static + shared_bytes, 128) if asks_scratch else None,
+            unset=self._unset,
             workspace=memory.allocate(_WORKSPACE_BYTES) if self.synchronises_grid else 0,
         )
 

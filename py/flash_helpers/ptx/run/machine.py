@@ -29,6 +29,7 @@ from flash_helpers.ptx.read.module import (
     Symbol,
     Vector,
 )
+from flash_helpers.ptx.read.registers import Unset
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType, size_of
 from flash_helpers.ptx.run.asynchronous.cluster_barrier import ClusterBarrier
 from flash_helpers.ptx.run.asynchronous.pending import AsyncCopies
@@ -124,7 +125,7 @@ class Launch:
     None does it as late as possible. `strict_wgmma`: each warp retires the products of `wgmma`
     alone. `registers`: registers per thread when the kernel begins; None if not known. `lints`:
     whether suspicious operations are collected. `output`: stream of printf; None for standard
-    output.
+    output. `unset`: registers that the kernel may read before it writes them.
     """
 
     grid: tuple[int, int, int]
@@ -147,6 +148,7 @@ class Launch:
     strict_wgmma: bool = False
     registers: int | None = None
     lints: bool = False
+    unset: Unset = field(default_factory=Unset)
 
 
 _ADDRESS = (1 << 64) - 1
@@ -307,6 +309,7 @@ class Machine:
         ended_blocks = self.shared.presence.end(lanes)
         self.cluster_barrier.end(lanes)
         self.gone[lanes] = True
+        self.poison.end(lanes)
         warps = np.unique(lanes // WARP)
         ended = warps[self.gone.reshape(-1, WARP)[warps].all(axis=1)]
         self.warpgroups.end(ended)

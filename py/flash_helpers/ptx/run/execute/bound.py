@@ -54,6 +54,16 @@ class BoundProgram:
             block = program.block_at(position)
             bind_one = self._ending if position == block.body_end else self._inner
             self.actions.append(bind_one(block, instruction))
+        self._spread = Spread(machine)
+        unset = machine.launch.unset
+        if unset.names:
+            machine.poison.unset(unset.names, np.flatnonzero(~machine.gone))
+        # Positions whose actions carry poison.
+        self._tracked = set(unset.positions)
+        for position in self._tracked:
+            self.actions[position] = self._spread.tracked(position, self.actions[position])
+        for position, names in unset.ends.items():
+            self.actions[position] = self._spread.ending(self.actions[position], names)
         self.full: list[list[Callable[[], None]]] = [
             [a.all for a in self.actions[b.start : b.end]] for b in program.blocks
         ]
@@ -71,12 +81,13 @@ class BoundProgram:
         """Makes all actions carry poison, from the next one on, by changing the lists that are
         being run. The last instruction of a block, which the scheduler runs, is then one of
         them."""
-        spread = Spread(self._machine)
         for position, action in enumerate(self.actions):
-            self.actions[position] = spread.tracked(position, action)
+            if position not in self._tracked:
+                self.actions[position] = self._spread.tracked(position, action)
+        self._tracked.update(range(len(self.actions)))
         for block, runs in zip(self._machine.program.blocks, self.full, strict=True):
             runs[:] = [a.all for a in self.actions[block.start : block.end]]
-        return spread
+        return self._spread
 
     def _inner(self, block: Block, instruction: Instruction) -> Action:
         """An instruction that does not end its block."""

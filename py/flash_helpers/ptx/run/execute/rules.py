@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.read.flow import BARRIERS, EXITS
+from flash_helpers.ptx.read.flow import BARRIERS, is_wgmma
 from flash_helpers.ptx.read.module import (
     Address,
     Immediate,
@@ -27,9 +27,19 @@ from flash_helpers.ptx.read.module import (
     Operand,
     Pair,
     Register,
-    Sink,
     Vector,
-    parts,
+)
+from flash_helpers.ptx.read.registers import (
+    CARRY,
+    CONTROL,
+    WITHOUT_EFFECT,
+    has_result,
+    names_of,
+    operands_read,
+    scale_d,
+    sets_carry,
+    targets,
+    uses_carry,
 )
 from flash_helpers.ptx.read.types import SCALAR_TYPES, size_of
 from flash_helpers.ptx.run.execute.codes import (
@@ -43,17 +53,15 @@ from flash_helpers.ptx.run.execute.codes import (
     worst,
 )
 from flash_helpers.ptx.run.instructions.compare import comparison
-from flash_helpers.ptx.run.instructions.operations import WITHOUT_EFFECT
-from flash_helpers.ptx.run.instructions.warps import shuffled_from
+from flash_helpers.ptx.run.instructions.warps import WHOLE_WARP, member_mask, shuffled_from
 from flash_helpers.ptx.run.machine import Machine, pick
 from flash_helpers.ptx.run.memory.regions import Selection
-from flash_helpers.ptx.run.watch.poison import CARRY, Codes
+from flash_helpers.ptx.run.watch.poison import Codes
 
 Results = Sequence[Codes | None]
 """Codes of each destination, in the order of the operands; None: clean."""
 Rule = Callable[[Selection], Results]
 
-_CONTROL = BARRIERS | EXITS | {"trap", "brkpt", "bra", "brx", "call"}
 _LOADS = frozenset({"ld", "ldu", "ldmatrix", "atom"})
 _WARP_WIDE = frozenset({"vote", "match", "redux", "elect", "activemask", "mma", "wmma"})
 _PAIRS = frozenset({"f16x2", "bf16x2"})
@@ -64,21 +72,24 @@ _PACKED = frozenset({"add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex
 class Plan:
     """The part of an instruction that concerns poison.
 
-    `guard`: its name and its value. `uses`: operands that must be clean in the lanes that execute:
-    the name in messages, the operands, and the number of lanes of a warp that matter. `targets`:
-    names of the registers written, None for a sink. `spread`: their codes. `stored`: codes of the
-    word that it writes to memory. `load`: distributes the codes of words that were read to lanes,
-    (bytes, lanes).
+    `guard`: its name and its value. `is_of_warp`: whether it needs all lanes of a warp. `uses`:
+    operands that must be clean in the lanes that execute: the name in messages, the operands, and
+    the number of lanes of a warp that matter. `targets`: names of the registers written, None for a
+    sink. `spread`: their codes. `stored`: codes of the word that it writes to memory. `load`:
+    distributes the codes of words that were read to lanes, (bytes, lanes). `sources`: names of the
+    registers that it may read, other than the guard.
     """
 
     guard: tuple[str, Callable[[Selection], np.ndarray]] | None
     is_visible: bool
     is_branch: bool
+    is_of_warp: bool
     uses: tuple[tuple[str, tuple[Operand, ...], int], ...]
     targets: tuple[str | None, ...]
     spread: Rule
     stored: Callable[[Selection], Codes | None] | None
     load: Callable[[np.ndarray, Codes], tuple[np.ndarray, Results]]
+    sources: frozenset[str]
 
 
 class Rules:
@@ -91,18 +102,20 @@ class Rules:
     def plan(self, instruction: Instruction) -> Plan:
         """The plan of the instruction at the machine's position."""
         name, guard, written = instruction.name, instruction.guard, targets(instruction)
-        sources = instruction.operands[1:] if _has_result(instruction) else instruction.operands
-        values = [o for o in sources if not isinstance(o, Address)]
+        read = operands_read(instruction)
+        values = [o for o in read if not isinstance(o, Address)]
         spread = self._rule(instruction, len(written), values)
         return Plan(
             guard=None if guard is None else (guard.name, self.machine.predicate(guard)),
-            is_visible=name == "atom" or name in _CONTROL or not _has_result(instruction),
+            is_visible=name == "atom" or name in CONTROL or not has_result(instruction),
             is_branch=name == "bra",
-            uses=self._uses(instruction, sources),
+            is_of_warp=name in WHOLE_WARP,
+            uses=self._uses(instruction, read),
             targets=written,
             spread=spread,
             stored=self._stored(instruction, values),
             load=self._load_rule(instruction, len(written)),
+            sources=frozenset(names_of(read)),
         )
 
     def _uses(
@@ -130,8 +143,7 @@ class Rules:
 
     def codes(self, operands: Iterable[Operand], selection: Selection) -> list[Codes | None]:
         """Codes of all registers among operands."""
-        registers = (o for operand in operands for o in parts(operand) if isinstance(o, Register))
-        return [self.poison.of(o.name, selection) for o in registers]
+        return [self.poison.of(name, selection) for name in names_of(operands)]
 
     def _of(self, operand: Operand, selection: Selection, size: int | None = None) -> Codes | None:
         """Codes of the low `size` bytes of a source, or of all."""
@@ -167,7 +179,7 @@ class Rules:
             return lambda selection: worst(*self.codes(values, selection))
         if name == "stmatrix":
             return partial(self._store_matrices, _elements(values[0]), instruction.has("trans"))
-        if name not in ("cp", "wgmma", "tensormap") and not _has_result(instruction):
+        if name not in ("cp", "wgmma", "tensormap") and not has_result(instruction):
             return partial(self._any_of_warp, values)
         return None
 
@@ -180,6 +192,8 @@ class Rules:
     ) -> Callable[[np.ndarray, Codes], tuple[np.ndarray, Results]]:
         if instruction.name in ("ld", "ldu", "atom", "red"):
             return lambda lanes, codes: (lanes, np.split(codes, count) if count else ())
+        if instruction.name == "shfl":
+            return lambda lanes, codes: (lanes, (codes, None)[:count])
         if instruction.name == "ldmatrix" and instruction.has("m8n8"):
             return partial(self._load_matrices, count, instruction.has("trans"))
 
@@ -224,7 +238,9 @@ class Rules:
         """`count`: number of destinations. `sources`: the operands without destinations and
         addresses."""
         name, types = instruction.name, instruction.types
-        if name in _LOADS or name in _CONTROL or not _has_result(instruction):
+        if is_wgmma(instruction):
+            return self._accumulator(instruction)
+        if name in _LOADS or name in CONTROL or not has_result(instruction):
             # Codes from memory are in `load`.
             return lambda selection: (None,) * count
         if uses_carry(instruction) or sets_carry(instruction):
@@ -264,7 +280,7 @@ class Rules:
         if name == "mma" and _has_rows_and_columns(instruction):
             return self._mma(instruction)
         if name in _WARP_WIDE:
-            return lambda selection: [self._any_of_warp(sources, selection)] * count
+            return self._any_of_group(instruction, count, sources)
         return lambda selection: [worst(*self.codes(sources, selection))] * count
 
     def _carried(self, instruction: Instruction, count: int, sources: Sequence[Operand]) -> Rule:
@@ -434,6 +450,40 @@ class Rules:
 
         return spread
 
+    def _any_of_group(
+        self, instruction: Instruction, count: int, sources: Sequence[Operand]
+    ) -> Rule:
+        """The worst code of the lanes that take part with a lane."""
+        machine = self.machine
+        members = member_mask(machine, instruction)
+
+        def spread(selection: Selection) -> Results:
+            codes = worst(*self.codes(sources, selection))
+            if codes is None or members is None:
+                return [over_warps(codes, machine.lanes_of(selection))] * count
+            everywhere = np.zeros(machine.lanes, np.int64)
+            everywhere[selection] = codes[0]
+            taking = machine.fellows(selection, members) & members
+            takes_part = (taking.reshape(-1, WARP, 1) & machine.lane_bits[:WARP]) != 0
+            most = np.where(takes_part, everywhere.reshape(-1, 1, WARP), 0).max(axis=2)
+            return [most.reshape(1, -1)[:, selection]] * count
+
+        return spread
+
+    def _accumulator(self, instruction: Instruction) -> Rule:
+        """D of a `wgmma` when it is issued: overwritten where scale-d is false. The poison of A and
+        B comes when the product is computed."""
+        registers, adds = _elements(instruction.operands[0]), scale_d(instruction)
+        assert adds is not None  # the instruction is bound
+        holds = self.machine.predicate(adds)
+
+        def spread(selection: Selection) -> Results:
+            codes = [self._of(register, selection) for register in registers]
+            kept = holds(selection)
+            return [None if c is None else np.where(kept, c, 0) for c in codes]
+
+        return spread
+
     def _mma(self, instruction: Instruction) -> Rule:
         d, a, b, c = (_elements(operand) for operand in instruction.operands)
         d_type, c_type = instruction.types[0], instruction.types[-1]
@@ -491,40 +541,13 @@ def _elements(operand: Operand) -> tuple[Operand, ...]:
     return operand.elements if isinstance(operand, Vector) else (operand,)
 
 
-def _has_result(instruction: Instruction) -> bool:
-    """Whether the first operand is written. Where it is an address, the instruction stores."""
-    name, operands = instruction.name, instruction.operands
-    if name in BARRIERS:
-        return instruction.has("red")
-    if name == "wgmma":  # its results come when its group retires
-        return False
-    return name not in _CONTROL and bool(operands) and not isinstance(operands[0], Address)
-
-
 def only_computes(instruction: Instruction) -> bool:
     """Whether an instruction changes nothing but registers of lanes that need no others."""
     name = instruction.name
-    if name in WITHOUT_EFFECT.split() or name == "bra":
+    if name in WITHOUT_EFFECT or name == "bra":
         return True
     alone = name not in _WARP_WIDE and not name.endswith("matrix") and name != "shfl"
-    return alone and name != "atom" and _has_result(instruction)
-
-
-def targets(instruction: Instruction) -> tuple[str | None, ...]:
-    """Names of the registers that an instruction writes, None for a sink."""
-    if not _has_result(instruction):
-        return ()
-    named = [o for o in parts(instruction.operands[0]) if isinstance(o, Register | Sink)]
-    carry = (CARRY,) if sets_carry(instruction) else ()
-    return (*(o.name if isinstance(o, Register) else None for o in named), *carry)
-
-
-def uses_carry(instruction: Instruction) -> bool:
-    return instruction.name in ("addc", "subc", "madc")
-
-
-def sets_carry(instruction: Instruction) -> bool:
-    return instruction.has("cc") and instruction.name.removesuffix("c") in ("add", "sub", "mad")
+    return alone and name != "atom" and has_result(instruction)
 
 
 def _only_resizes(instruction: Instruction) -> bool:

@@ -8,7 +8,7 @@ on either path. Any other poisoned branch is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,22 +16,27 @@ import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.flow import Ending
-from flash_helpers.ptx.read.module import Register
+from flash_helpers.ptx.read.registers import (
+    names_of,
+    registers_of,
+    targets,
+)
 from flash_helpers.ptx.read.types import size_of
 from flash_helpers.ptx.run.execute.codes import union, worst
 from flash_helpers.ptx.run.execute.rules import (
     Plan,
     Rules,
     only_computes,
-    sets_carry,
-    targets,
-    uses_carry,
 )
+from flash_helpers.ptx.run.execute.threads import whole_warps
 from flash_helpers.ptx.run.instructions.access import space_of
-from flash_helpers.ptx.run.instructions.operations import WITHOUT_EFFECT
 from flash_helpers.ptx.run.machine import Action, Machine
 from flash_helpers.ptx.run.memory.regions import ALL, Selection
-from flash_helpers.ptx.run.watch.poison import CARRY, Codes
+from flash_helpers.ptx.run.watch.poison import Codes
+
+
+def _any(several: Iterable[Codes | None]) -> bool:
+    return any(codes is not None and codes.any() for codes in several)
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,7 @@ class Spread:
         """The action, which also passes on the poison of its sources."""
         if position in self.machine.refused:
             return action
-        instruction = self.machine.program.instructions[position]
-        names = {o.name for o in instruction.named() if isinstance(o, Register)}
-        if instruction.name in WITHOUT_EFFECT.split():
-            names = set()
-        if uses_carry(instruction) or sets_carry(instruction):
-            names.add(CARRY)
+        names = registers_of(self.machine.program.instructions[position])
         poisoned = self.poison.registers
 
         due = self._due
@@ -87,6 +87,21 @@ class Spread:
 
         return Action(run, run_some)
 
+    def ending(self, action: Action, names: frozenset[str]) -> Action:
+        """The first action of a block from which on nothing reads some registers before it writes
+        them."""
+        poison = self.poison
+
+        def run() -> None:
+            poison.forget(names, ALL)
+            action.all()
+
+        def run_some(selection: Selection) -> None:
+            poison.forget(names, selection)
+            action.some(selection)
+
+        return Action(run, run_some)
+
     def load(self, position: int, selection: Selection, codes: Codes) -> None:
         """See `poison.Carrier`."""
         plan = self._plan(position)
@@ -106,6 +121,7 @@ class Spread:
         lanes, some, unsure = selection, True, None
         if plan.guard is not None:
             guard, holds = plan.guard
+            poison.read(position, {guard}, selection)
             unsure = poison.of(guard, selection)
             if plan.is_branch:
                 self._part(position, selection, unsure)
@@ -114,21 +130,35 @@ class Spread:
             own = machine.lanes_of(selection)
             lanes = own[np.broadcast_to(holds(selection), own.shape)]
             some = lanes.size > 0
+        found = [unsure]
+        if some and plan.is_of_warp and not whole_warps(machine.lanes_of(lanes)):
+            some = False  # an error, which the action reports
         if some:
             self._check_uses(position, plan, lanes)
-            if plan.stored is not None:
-                self._store(plan.stored(lanes), lanes)
-            for name, codes in zip(plan.targets, plan.spread(lanes), strict=True):
+            stored, *results = self._made(plan, lanes)
+            if _any((stored, *results)) and poison.read(position, plan.sources, lanes):
+                stored, *results = self._made(plan, lanes)
+            found += [stored, *results]
+            self._store(stored, lanes)
+            for name, codes in zip(plan.targets, results, strict=True):
                 if name is not None:
                     poison.put(name, lanes, codes)
+        if _any(found):
+            poison.start()
         if unsure is not None:
             for name in filter(None, plan.targets):
                 poison.add(name, selection, unsure)
         action()
         poison.stored = None
 
+    def _made(self, plan: Plan, lanes: Selection) -> list[Codes | None]:
+        """Codes of the word that an instruction stores, and of its results."""
+        stored = None if plan.stored is None else plan.stored(lanes)
+        return [stored, *plan.spread(lanes)]
+
     def _check_uses(self, position: int, plan: Plan, lanes: Selection) -> None:
         for what, operands, count in plan.uses:
+            self.poison.read(position, set(names_of(operands)), lanes)
             using = lanes
             if count < WARP:
                 using = self.machine.lanes_of(lanes)

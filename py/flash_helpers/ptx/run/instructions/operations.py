@@ -8,6 +8,7 @@ import numpy as np
 
 from flash_helpers.ptx.errors import MissingLanesError, TrapError, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Instruction, Register
+from flash_helpers.ptx.read.registers import WITHOUT_EFFECT
 from flash_helpers.ptx.run.instructions import (
     access,
     arrivals,
@@ -37,9 +38,6 @@ from flash_helpers.ptx.run.instructions.forms import (
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick, warp_masks
 from flash_helpers.ptx.run.memory.regions import Selection
 from flash_helpers.ptx.run.watch.order import GLOBAL, SHARED
-
-WITHOUT_EFFECT = "nanosleep prefetch prefetchu pmevent discard applypriority griddepcontrol"
-"""The simulator has no caches and no clock, so hints change nothing."""
 
 
 def _no_effect(machine: Machine, instruction: Instruction) -> Action:
@@ -141,7 +139,7 @@ FORMS: Forms = by_name(
         Form("bar barrier", _warp_barrier, (1,), (), "warp", "sync"),
         Form("membar fence", _fence, (), (), _FENCES, _FENCES_ALIKE),
         Form("nanosleep", _no_effect, (1,), ("u32",)),
-        Form(WITHOUT_EFFECT, _no_effect, (), ignores=_HINTS),
+        Form(" ".join(sorted(WITHOUT_EFFECT)), _no_effect, (), ignores=_HINTS),
     )
 )
 

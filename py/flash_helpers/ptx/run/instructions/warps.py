@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import MissingLanesError
 from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.instructions.forms import OPERATIONS, Form
@@ -55,26 +54,22 @@ def shuffled_from(
 
 
 def _shfl(machine: Machine, instruction: Instruction) -> Action:
-    """shfl.sync: up, down, bfly, idx, with segments and clamping."""
-    target, a, *_ = instruction.operands
+    """shfl.sync: up, down, bfly, idx, with segments and clamping. The value of a lane that does
+    not take part is poison."""
+    target, a, _, _, member = instruction.operands
     destination, predicate = machine.destinations(target, "b32", "pred")
     value, sources = machine.source(a, "b32"), shuffled_from(machine, instruction)
-    position = machine.position
+    members, position = machine.source(member, "u32"), machine.position
+    names_all = members.size == 1 and members[0] == _FULL[0]
 
     def run_some(selection: Selection) -> None:
         index, inside = sources()
-        if selection is not ALL:
-            active = np.zeros(machine.lanes, bool)
-            active[selection] = True
-            absent = np.flatnonzero(active & ~active[index])
-            if absent.size:
-                machine.log.report(
-                    MissingLanesError,
-                    f"lane {int(index[absent[0]]) % WARP}, whose value is read, does not take part",
-                    position,
-                    machine.geometry.thread(absent[0]),
-                    count=absent.size,
-                )
+        if not names_all or machine.counted(selection) is not None:
+            taking = machine.fellows(selection, members) & members
+            lanes = machine.lanes_of(selection)
+            lost = lanes[(taking & machine.lane_bits[index])[lanes] == 0]
+            if lost.size:
+                machine.poison.lost(position, lost, index[lost], machine.gone[index[lost]])
         shuffled = _everywhere(value, machine)[index]
         destination[selection] = shuffled[selection]
         predicate[selection] = inside[selection]

@@ -1,18 +1,19 @@
-"""Poison: bytes of registers and memory with undefined values, read from memory that was never
-written.
+"""Poison: bytes of registers and memory with undefined values.
 
-Reading unwritten shared or local memory is no fault as long as nothing depends on the values: a
+They come from shared or local memory and from registers that nothing has written, and from lanes
+that take no part in a shuffle. Reading them is no fault as long as nothing depends on the values: a
 ragged tile is loaded whole, and the elements beyond its end are masked or never stored. So the
 bytes of such a read are followed, as Memcheck follows undefined bytes (Seward and Nethercote 2005).
 It is an error if one of them reaches global memory, an address, a branch that decides about more
 than registers, a barrier, or the predicate of an instruction with a visible effect.
 
 Nothing is followed until the first such read of a batch. From then on every action runs with the
-rule of `spread` that says how its instruction passes poison on.
+rule of `spread` that says how its instruction passes poison on. Before it, only the instructions
+that name registers which the kernel may read unwritten do (`read.registers.unset_registers`).
 
 Each byte of a lane's register or of local memory, and each granule of shared memory, has a code. It
 is 0 if the byte is clean, and otherwise names the origin of the poison: the instruction that read
-it, and the address.
+it, and the address, the register or the lane.
 
 Copying a structure copies its padding, which was never written. So bytes that may be padding may
 reach global memory as long as they were only moved. Such bytes are unwritten bytes in an aligned
@@ -22,14 +23,21 @@ its end or right after it. The kernel must store values as wide as the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import proxy
 
 import numpy as np
 
-from flash_helpers.ptx.errors import UninitialisedReadError
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import (
+    MissingLanesError,
+    SimulatorError,
+    UninitialisedReadError,
+    UninitialisedRegisterError,
+)
+from flash_helpers.ptx.read.registers import CARRY
 from flash_helpers.ptx.read.types import size_of
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.regions import Selection
@@ -38,15 +46,15 @@ from flash_helpers.ptx.run.watch.faults import FaultLog
 Codes = np.ndarray
 """int64, (bytes, lanes). One row stands for all bytes."""
 
-CARRY = ""
-"""The carry flag's name among registers."""
-
 _SITE_BITS = 20
 _SITE_MASK = (1 << _SITE_BITS) - 1
+_UNREAD = _SITE_MASK
+"""The site of a register that nothing has read yet."""
 _ADDRESS_BITS = 39
 _LAST_ADDRESS = (1 << _ADDRESS_BITS) - 1
-_LOCAL = 1 << (_SITE_BITS + _ADDRESS_BITS)
-_POISON = 2 * _LOCAL
+_KIND = 1 << (_SITE_BITS + _ADDRESS_BITS)
+_SHARED, _LOCAL, _LANE, _REGISTER = (kind * _KIND for kind in range(4))
+_POISON = 4 * _KIND
 COUNTS = 2 * _POISON
 """Bit of every code, except for padding that was only moved."""
 
@@ -89,6 +97,7 @@ class Poison:
         self.lane_ids = np.arange(self.geometry.lanes)
         self.registers: dict[str, Codes] = {}
         """Codes of the registers that hold poison."""
+        self._unset: frozenset[str] = frozenset()
         self.active = False
         self.stored: Codes | None = None
         """Codes, over all lanes, of the words that the current instruction stores; None: all
@@ -128,6 +137,45 @@ class Poison:
             rows = np.repeat(codes[-1:], len(held), axis=0)
             rows[: len(codes)] = codes[: len(held)]
             self.put(name, selection, np.maximum(held, rows))
+
+    def unset(self, names: Iterable[str], lanes: np.ndarray) -> None:
+        """Poisons registers that nothing has written yet."""
+        self._unset = frozenset(names)
+        index = {name: i for i, name in enumerate(self.types)}
+        for name in names:
+            code = COUNTS | _POISON | _REGISTER | index[name] << _SITE_BITS | _UNREAD
+            self.put(name, lanes, np.full((1, lanes.size), code))
+
+    def read(self, position: int, names: Set[str], selection: Selection) -> bool:
+        """An instruction is the first to read those registers of lanes that nothing has written or
+        read; returns whether there are any."""
+        any_first = False
+        for name in self._unset & self.registers.keys() & names:
+            held = self.registers[name]
+            codes = held[:, selection]
+            first = codes & _SITE_MASK == _UNREAD
+            if first.any():
+                any_first = True
+                held[:, selection] = np.where(first, codes & ~_SITE_MASK | position, codes)
+        return any_first
+
+    def forget(self, names: Iterable[str], selection: Selection) -> None:
+        """Registers of lanes are clean from now on, since nothing reads them before it writes
+        them."""
+        for name in self.registers.keys() & names:
+            self.put(name, selection, None)
+
+    def end(self, lanes: np.ndarray) -> None:
+        """Lanes end."""
+        self.forget(list(self.registers), lanes)
+
+    def lost(self, position: int, lanes: np.ndarray, sources: np.ndarray, gone: np.ndarray) -> None:
+        """Lanes get values from lanes that take no part in a shuffle. `sources`: these lanes.
+        `gone`: which of them have ended."""
+        self.start()
+        origin = sources % WARP + WARP * gone
+        codes = COUNTS | _POISON | _LANE | origin.astype(np.int64) << _SITE_BITS | position
+        self._carrier.load(position, lanes, codes[None])
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -341,12 +389,22 @@ class Poison:
         worst = codes.max(axis=0)
         hit = np.flatnonzero(worst)
         code = int(worst[hit[0]])
-        space = "local" if code & _LOCAL else "shared"
-        address = _LAST_ADDRESS - (code >> _SITE_BITS & _LAST_ADDRESS)
-        site = self.log.site(code & _SITE_MASK)
-        detail = (
-            f"{what} comes from {space} memory, address {address}, which nothing had written\n"
-            f"    when it was read at {site}"
-        )
+        origin, site = code >> _SITE_BITS & _LAST_ADDRESS, self.log.site(code & _SITE_MASK)
+        kind: type[SimulatorError] = UninitialisedReadError
+        address = None
+        when = f"which nothing had written\n    when it was read at {site}"
+        if code & (3 * _KIND) == _LANE:
+            kind = MissingLanesError
+            why = "which had ended" if origin >= WARP else "which its mask does not name"
+            source = f"lane {origin % WARP}, {why}, by the shuffle at {site}"
+            when = ""
+        elif code & (3 * _KIND) == _REGISTER:
+            kind = UninitialisedRegisterError
+            source = f"register {list(self.types)[origin].partition('#')[0]}, {when}"
+        else:
+            space = "local" if code & _LOCAL else "shared"
+            address = _LAST_ADDRESS - origin
+            source = f"{space} memory, address {address}, {when}"
+        detail = f"{what} comes from {source}"
         thread = self.geometry.thread(self.lane_ids[selection][hit[0]])
-        self.log.report(UninitialisedReadError, detail, position, thread, address, hit.size)
+        self.log.report(kind, detail, position, thread, address, hit.size)
