@@ -41,7 +41,8 @@ class Layouts:
         # The box that lies there, and the chunk's place in it; the matrix that a stmatrix wrote
         # there, and its instruction. 0 for none.
         self._box = np.zeros(chunks, np.int32)
-        self._place = np.zeros(chunks, np.int32)
+        self._row = np.zeros(chunks, np.int32)
+        self._column = np.zeros(chunks, np.int32)
         self._matrix = np.zeros(chunks, np.int64)
         self._written_at = np.zeros(chunks, np.int32)
         self._matrices = 0
@@ -56,7 +57,8 @@ class Layouts:
         """A tensor copy has brought a box, whose chunks are in its order."""
         self._boxes.append((position, box.map))
         self._box[chunks] = len(self._boxes)
-        self._place[chunks] = np.arange(chunks.size)
+        places = np.arange(chunks.size)
+        self._row[chunks], self._column[chunks] = np.divmod(places, _per_row(box.map))
 
     def write(self, position: int, chunks: np.ndarray) -> None:
         """A stmatrix has written matrices (n, 8)."""
@@ -79,24 +81,25 @@ class Layouts:
     ) -> None:
         """Products of warps read a matrix each. `bits`: its descriptor. `addresses`: as in
         `MatrixOperand`."""
-        blocks = warps % len(self._geometry.blocks) * self._stride
-        for warp, block, each, its in zip(warps.tolist(), blocks, bits, addresses, strict=True):
-            cores = (
-                its.reshape(-1, MATRIX_ROWS, its.shape[-1]).swapaxes(1, 2).reshape(-1, MATRIX_ROWS)
-            )
-            chunks = (block + cores) // CHUNK
-            wrong = self._within_a_box(chunks, _is_no_block)
-            if wrong.any():
-                how = f"wgmma with {_swizzle(Descriptor.decode(int(each)).swizzle)}"
-                self._report_torn(position, warp * WARP, chunks, wrong, how)
+        matrices = np.stack(addresses)
+        n, _, width = matrices.shape
+        cores = matrices.reshape(n, -1, MATRIX_ROWS, width).swapaxes(2, 3)
+        first = warps % len(self._geometry.blocks) * self._stride
+        chunks = (cores.reshape(n, -1) + first[:, None]).reshape(-1, MATRIX_ROWS) // CHUNK
+        wrong = self._within_a_box(chunks, _is_no_block)
+        if wrong.any():
+            i = int(wrong.argmax()) * n // len(chunks)
+            how = f"wgmma with {_swizzle(Descriptor.decode(int(bits[i])).swizzle)}"
+            self._report_torn(position, int(warps[i]) * WARP, chunks, wrong, how)
 
     def store(self, position: int, lane: int, chunks: np.ndarray, box: Box) -> None:
         """A tensor copy reads a box, whose chunks are in its order."""
-        per_row = box.map.row_bytes // CHUNK
+        per_row = _per_row(box.map)
         numbers = self._box[chunks].reshape(-1, per_row)
-        places = self._place[chunks].reshape(-1, per_row)
+        rows, columns = (x[chunks].reshape(-1, per_row) for x in (self._row, self._column))
         whole = (numbers > 0) & (numbers == numbers[:, :1])
-        wrong = whole.all(axis=1) & (np.diff(places, axis=1) != 1).any(axis=1)
+        goes_on = (np.diff(columns, axis=1) == 1) & (np.diff(rows, axis=1) == 0)
+        wrong = whole.all(axis=1) & ~goes_on.all(axis=1)
         if wrong.any():
             i = int(wrong.argmax())
             written_at, tensor_map = self._boxes[numbers[i, 0] - 1]
@@ -134,14 +137,8 @@ class Layouts:
     def _within_a_box(self, chunks: np.ndarray, is_wrong: Wrong) -> np.ndarray:
         """Which matrices (n, 8) lie within one box and are wrong there."""
         boxes = self._box[chunks]
-        wrong = ((boxes > 0) & (boxes == boxes[:, :1])).all(axis=1)
-        for number in np.unique(boxes[wrong, 0]).tolist():
-            mine = np.flatnonzero(wrong & (boxes[:, 0] == number))
-            wrong[mine] = is_wrong(*np.divmod(self._place[chunks[mine]], self._per_row(number)))
-        return wrong
-
-    def _per_row(self, number: int) -> int:
-        return self._boxes[number - 1][1].row_bytes // CHUNK
+        inside = ((boxes > 0) & (boxes == boxes[:, :1])).all(axis=1)
+        return inside & is_wrong(self._row[chunks], self._column[chunks])
 
     # -- what is said of it ------------------------------------------------------------------------
 
@@ -149,12 +146,11 @@ class Layouts:
         self, position: int, lane: int, chunks: np.ndarray, wrong: np.ndarray, how: str
     ) -> None:
         its = chunks[int(wrong.argmax())]
-        number = int(self._box[its[0]])
-        written_at, tensor_map = self._boxes[number - 1]
+        written_at, tensor_map = self._boxes[self._box[its[0]] - 1]
         text = (
             f"{how} reads bytes that TMA wrote with {_swizzle(tensor_map.swizzle_bytes)}\n"
             f"    at {self._log.site(written_at)}\n"
-            f"    {_named(*np.divmod(self._place[its], self._per_row(number)))}"
+            f"    {_named(self._row[its], self._column[its])}"
         )
         self._report(position, lane, int(its[0]), text)
 
@@ -174,6 +170,11 @@ def _spans_columns(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def _is_no_block(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Whether matrices (n, 8) are not 8 neighbouring rows of one column."""
     return (columns != columns[:, :1]).any(axis=1) | (np.diff(rows, axis=1) != 1).any(axis=1)
+
+
+def _per_row(tensor_map: TensorMap) -> int:
+    """Chunks of a row of a box."""
+    return tensor_map.row_bytes // CHUNK
 
 
 def _swizzle(size: int) -> str:
