@@ -333,6 +333,12 @@ class UnfencedInitLint(Lint, title="mbarrier made without a fence"):
     neither and relies on the barrier of the block."""
 
 
+class BlockScopeLint(Lint, title="release to the own block only"):
+    """An arrival without a scope at an mbarrier of another block, by a thread that has written
+    there. The scope is then .cta (PTX ISA 9.0, "mbarrier.arrive"), and ptxas puts a MEMBAR before
+    an arrival with .release.cluster only. Memory that was only read may be released so."""
+
+
 class LayoutLint(Lint, title="layouts that differ"):
     """Bytes that a tensor copy or a `stmatrix` wrote in one layout and that a `wgmma`, an
     `ldmatrix` or a tensor copy reads in another one: another swizzle, or rows of another width. The

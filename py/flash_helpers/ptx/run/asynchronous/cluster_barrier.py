@@ -41,6 +41,8 @@ class ClusterBarrier:
         text = "arrives twice without a barrier.cluster.wait between"
         lanes = self._without(position, lanes, twice, text)
         self._arrived[lanes] += 1
+        if not relaxed:
+            self.presence.release(lanes)
         tell = self.order.relaxed_knowledge if relaxed else self.order.knowledge
         for cluster, mine in self._by_cluster(lanes):
             self._told[cluster].append(tell(mine))

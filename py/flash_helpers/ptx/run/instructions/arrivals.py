@@ -103,7 +103,7 @@ def _transactions(machine: Machine, instruction: Instruction) -> Action:
 def _scope(instruction: Instruction) -> str:
     """The threads to which an operation releases or from which it acquires. Without a scope it is
     that of the cluster: the ISA says .cta, but libraries leave it out where they release memory
-    that threads have read to the copies of another block."""
+    that threads have read to the copies of another block. For written memory there is a lint."""
     return instruction.first((NOBODY, BLOCK)) or CLUSTER
 
 
@@ -120,7 +120,7 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
         instruction.modifiers[0] == "arrive_drop",
         not instruction.has("noComplete"),
     )
-    position, scope = machine.position, _scope(instruction)
+    position, scope, presence = machine.position, _scope(instruction), machine.shared.presence
 
     def run_some(selection: Selection) -> None:
         lanes, at, which = places(selection)
@@ -129,9 +129,11 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
             given = number(selection)[which].astype(np.int64)
             counts, sizes = (counts, given) if expects else (given, None)
         if scope != NOBODY:
-            machine.shared.presence.record(
-                "mbarrier.arrive", position, lanes, *machine.shared.at(at)
-            )
+            presence.record("mbarrier.arrive", position, lanes, *machine.shared.at(at))
+        if instruction.has(CLUSTER):
+            presence.release(lanes)
+        elif machine.launch.lints and scope == CLUSTER:
+            presence.lint_release(position, lanes, machine.shared.at(at)[0])
         destination[lanes] = machine.phases.arrive(
             position,
             lanes,
@@ -202,6 +204,7 @@ _BUILDERS = {
 }
 """The builder of each operation, and its number of operands."""
 
-_TAKEN = f"{' '.join(_BUILDERS)} pending_count parity noComplete relaxed shared shared::cluster"
+_TAKEN = f"{' '.join(_BUILDERS)} pending_count parity noComplete relaxed cta cluster shared "
+_TAKEN += "shared::cluster"
 
-FORMS = (Form("mbarrier", _mbarrier, (), ("b64",), _TAKEN, "release acquire cta cluster"),)
+FORMS = (Form("mbarrier", _mbarrier, (), ("b64",), _TAKEN, "release acquire"),)

@@ -59,12 +59,16 @@ def _fence(machine: Machine, instruction: Instruction) -> Action:
             lambda selection: machine.phases.fence(machine.lanes_of(selection))
         )
     others = ("proxy", "op_restrict")
-    if not machine.launch.has_flags or any(m.startswith(others) for m in instruction.modifiers):
+    has_flags, is_wide = machine.launch.has_flags, not instruction.has("cta")
+    if any(m.startswith(others) for m in instruction.modifiers) or not (has_flags or is_wide):
         return _no_effect(machine, instruction)
     acquires, releases = not instruction.has("release"), not instruction.has("acquire")
 
     def run_some(selection: Selection) -> None:
-        order.fence(machine.lanes_of(selection), acquires=acquires, releases=releases)
+        if has_flags:
+            order.fence(machine.lanes_of(selection), acquires=acquires, releases=releases)
+        if is_wide and releases:
+            machine.shared.presence.release(machine.lanes_of(selection))
 
     return machine.from_some(run_some)
 

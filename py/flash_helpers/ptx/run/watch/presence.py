@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import AbsentBlockError
+from flash_helpers.ptx.errors import AbsentBlockError, BlockScopeLint
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Order
@@ -32,6 +32,9 @@ class Presence:
         # Of each lane's last access to the block of each rank: time, position and address.
         self._last = np.zeros((3, geometry.lanes, geometry.cluster), np.int64)
         self._actions: dict[int, str] = {}
+        # Behind the instruction by which each lane has written to another block since it last
+        # released to the cluster; 0 for none.
+        self._unreleased = np.zeros(geometry.lanes, np.int64)
 
     def check(
         self,
@@ -70,9 +73,31 @@ class Presence:
         them. Call it before anything that the instruction releases."""
         lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
         self._actions[position] = action
+        if action in ("write", "atomic access"):
+            self._unreleased[lanes] = position + 1
         times, positions, places = self._last
         at = lanes, blocks % self.geometry.cluster
         times[at], positions[at], places[at] = self.order.now, position, addresses
+
+    def release(self, lanes: np.ndarray) -> None:
+        """Lanes release what they have written to the cluster."""
+        self._unreleased[lanes] = 0
+
+    def lint_release(self, position: int, lanes: np.ndarray, blocks: np.ndarray) -> None:
+        """Lints arrivals at mbarriers of other blocks that release to the own block only, by lanes
+        that have written to other blocks."""
+        wrong = (blocks != self.geometry.block_of(lanes)) & (self._unreleased[lanes] > 0)
+        if wrong.any():
+            lane = int(lanes[wrong.argmax()])
+            written = self.log.site(int(self._unreleased[lane]) - 1)
+            self.log.lint(
+                BlockScopeLint,
+                "an arrival at an mbarrier of another block without a scope, which is .cta:\n"
+                f"    it does not release there what its thread has written at {written}\n"
+                "    give it .release.cluster",
+                position,
+                self.geometry.thread(lane),
+            )
 
     def _remote(
         self, lanes: np.ndarray, blocks: np.ndarray, addresses: np.ndarray
