@@ -6,7 +6,7 @@
 // a warpgroup: they multiply the tiles of a slot with wgmma, and release the slot.
 //
 //   without a GPU    python -m flash_helpers.ptx run examples/host_program/matmul.cu [M N K]
-//   on a GPU         nvcc -arch=sm_90a -o matmul matmul.cu && ./matmul [M N K]
+//   on a GPU         nvcc -gencode arch=compute_90a,code=sm_90a matmul.cu && ./a.out [M N K]
 
 #include <cstdint>
 #include <cstdio>
@@ -15,8 +15,7 @@
 #include <cuda_bf16.h>
 #include <vector>
 
-constexpr int kTile =
-    64; // rows of A and of B in a tile, and columns: 128 bytes, as the swizzle has
+constexpr int kTile = 64; // rows, and columns: 128 bytes, as wide as the swizzle
 constexpr int kSlots = 4; // of the ring
 constexpr int kConsumers = 128; // threads
 

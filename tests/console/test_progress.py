@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from flash_helpers.console.progress import bar, progress_bar
+from flash_helpers.console.progress import bar, progress_bar, task
 
 
 def work() -> list[int]:
     with progress_bar("reading") as progress:
         progress(1, 2)
         progress(2, 2)
+    with task("waiting"):
+        pass
     with bar(total=3, desc="by hand") as shown:
         shown.update(3)
     return list(bar(range(3), desc="counting", unit="step"))
@@ -20,6 +22,7 @@ def test_on_a_terminal_they_tell_how_far_the_work_is(terminal, capsys) -> None:
     assert work() == [0, 1, 2]
     err = capsys.readouterr().err
     assert "reading:   0%" in err and "0/2" in err  # it is gone in the end
+    assert "waiting ..." in err
     assert "by hand: 100%" in err and "counting: 100%" in err
 
 

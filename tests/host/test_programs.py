@@ -187,9 +187,10 @@ class TestCommandLine:
         source = tmp_path / "one.cu"
         source.write_text(
             '#include <cstdio>\n__global__ void k() { printf("%d\\n", N); }\n'
-            "int main(int, char **a) { k<<<1, 1>>>(); puts(a[1]); }\n"
+            "int main(int, char **a) { k<<<1, 1>>>(); cudaStreamSynchronize(0); puts(a[1]); }\n"
         )
         arguments = ["run", "--arch", "80", str(source), "two", "--", "-DN=3"]
+        arguments += ["--default-stream", "per-thread"]  # other names of the same functions
         assert command_line.main(arguments) == 0
         assert capfd.readouterr().out == "3\ntwo\n"
 
@@ -214,6 +215,26 @@ class TestCommandLine:
     def test_a_target_without_a_device_is_wrong_usage(self, capfd) -> None:
         assert command_line.main(["run", "--arch", "sm_42", str(MATMUL)]) == 2
         assert "sm_42' is no target of the host runner: use sm_75" in capfd.readouterr().err
+
+
+EXAMPLES_TEXT = command_line.EXAMPLES.partition("examples:\n")[2].partition("\nexit status")[0]
+EXAMPLES = [line.strip() for line in EXAMPLES_TEXT.splitlines() if line.startswith("    ")]
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_an_example_of_the_help_runs(program, command, tmp_path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    result = subprocess.run(
+        command.replace("python", sys.executable, 1),
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["examples"]
 
 
 class TestPrograms:

@@ -21,6 +21,13 @@ def bar(steps: Iterable[T] | None = None, **options: Any) -> tqdm[T]:
 
 
 @contextmanager
+def task(description: str) -> Iterator[None]:
+    """Show what is done during work of unknown length."""
+    with bar(desc=description, bar_format="{desc} ...", leave=False):
+        yield
+
+
+@contextmanager
 def progress_bar(description: str, unit: str = "kernel") -> Iterator[Progress]:
     """Show a bar during the work. Yields a function that sets the bar to (done, total)."""
     with bar(desc=description, unit=unit, leave=False) as shown:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 from flash_helpers import gpu
@@ -77,7 +78,7 @@ class LaunchCalls:
         cluster, cooperative = _attributes([int(n) for n in numbers[7:]])
         loaded = self._modules.loaded(handle)
         options, kernel = self._options, loaded.kernel
-        name = demangled(kernel.name)
+        name = short_name(kernel.name)
         if problem := _lacking(loaded, dynamic, cluster, cooperative):
             raise CudaError(INVALID_VALUE, f"{name}: {problem}")
         try:
@@ -102,13 +103,20 @@ class LaunchCalls:
         except PtxError as error:
             number = len(self.finished) + 1
             raise LaunchFault(
-                f"launch {number} of the program, {name}, grid {grid}, block {block}:\n{error}"
+                f"launch {number} of the program, {name}, grid {grid}, block {block}:\n"
+                f"{_from_here(str(error))}"
             ) from error
         finally:
             options.output.flush()
         self.finished.append(
             FinishedLaunch(
-                name, grid, block, cluster, run.counters.total, len(run.faults), run.report()
+                name,
+                grid,
+                block,
+                cluster,
+                run.counters.total,
+                len(run.faults),
+                _from_here(run.report()),
             )
         )
 
@@ -138,6 +146,21 @@ def _lacking(
     if loaded.kernel.synchronises_grid and not cooperative:
         return "the kernel synchronises its grid: launch it with cudaLaunchCooperativeKernel"
     return None
+
+
+def _from_here(text: str) -> str:
+    """A message with paths of the current folder's files from there on: nvcc records whole ones."""
+    return text.replace(f"{Path.cwd()}/", "")
+
+
+def short_name(symbol: str) -> str:
+    """The C++ name of a kernel without its result and parameters."""
+    name, depth = demangled(symbol).removeprefix("void "), 0
+    for i, character in enumerate(name):
+        if character == "(" and depth == 0 and not name.startswith("(anonymous namespace)", i):
+            return name[:i]
+        depth += (character == "<") - (character == ">")
+    return name
 
 
 def _three(numbers: Sequence[int | bytes]) -> Three:

@@ -14,6 +14,7 @@ from elftools.elf.elffile import ELFFile
 
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.console.file_kinds import FileKind, kind_of
+from flash_helpers.console.progress import task
 from flash_helpers.host.errors import HostError
 
 _RUNTIME = re.compile(r"libcudart\.so\.(\d+)")
@@ -41,7 +42,8 @@ def compiled(
         *(f"-L{library}" for library in toolchain.library_folders),
         *(*options, "-lcudart", "-lcuda"),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    with task(f"compiling {source.name}"):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise HostError(f"{source} does not compile:\n{(result.stderr or result.stdout).strip()}")
     return program

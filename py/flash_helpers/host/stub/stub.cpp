@@ -304,6 +304,12 @@ API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, v
     return runtime(launch("<<<>>>", bits(kernel), shape_of(grid, block, shared_bytes), arguments));
 }
 
+API cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t kernel, dim3 grid, dim3 block,
+                                        void **arguments, size_t shared_bytes,
+                                        cudaStream_t stream) {
+    return __cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
+}
+
 // -- runtime: launches ----------------------------------------------------------------------------
 
 API cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments,
