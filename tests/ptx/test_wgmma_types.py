@@ -44,6 +44,26 @@ def test_fields_of_tf32_that_have_no_meaning() -> None:
 
 
 @pytest.mark.parametrize("t", range(4))
+@pytest.mark.parametrize("selector", [0, 1])
+def test_metadata_that_nothing_has_written_matter_in_the_selected_lanes(
+    t: int, selector: int
+) -> None:
+    case = replace(TF32, types=("f32", "f16", "f16"), selector=selector)
+    read = f"""{{ .reg .pred %p; .reg .b32 %t;
+    and.b32 %t, %thread, 3;
+    setp.eq.u32 %p, %t, {t};
+    @%p ld.shared.b32 %meta, [%tile+16384]; }}"""
+    text = case.text().replace("tile[16384]", "tile[16400]")
+    text = text.replace("wgmma.fence", f"{read}\nwgmma.fence")
+    if t // 2 != selector:
+        run(case, text)
+    else:
+        with pytest.raises(UninitialisedReadError, match="the metadata of this wgmma") as caught:
+            run(case, text)
+        assert caught.value.thread.lane == t
+
+
+@pytest.mark.parametrize("t", range(4))
 def test_metadata_of_other_lanes_than_the_selected_ones_do_not_count(t: int) -> None:
     spoil = f"""{{ .reg .pred %p; .reg .b32 %t;
     and.b32 %t, %thread, 3;

@@ -35,6 +35,10 @@ class Sparsity:
     type_name: str
     selector: int
 
+    def counts(self, lanes: np.ndarray) -> np.ndarray:
+        """Whether the metadata of each of some lanes count."""
+        return (ELEMENTS[self.type_name] == 4) | (lanes % 4 // 2 == self.selector)
+
     def is_valid(self, metadata: np.ndarray) -> np.ndarray:
         """Whether the metadata of warps, uint32 (warps, 32), have a meaning."""
         if ELEMENTS[self.type_name] > 1:

@@ -138,6 +138,9 @@ class Rules:
         }
         if name in others:
             values = tuple(o for o in sources if not isinstance(o, Address | Vector))
+            if name == "wgmma" and instruction.has("sp"):
+                # The metadata count in some lanes only: `instructions.wgmma` looks at those.
+                values = tuple(o for o in values if o != instruction.operands[3])
             uses.append((others[name], values, WARP))
         return tuple(uses)
 

@@ -89,9 +89,9 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
     _check_kind(machine, instruction, is_sparse)
     n = _columns(machine, a_type, is_sparse=is_sparse)
     d_operand, a_operand, b_operand, *rest = instruction.operands
-    sparsity, metadata = None, np.zeros(1, np.uint32)
+    sparsity, metadata, told_by = None, np.zeros(1, np.uint32), rest[0]
     if is_sparse and len(rest) > 2:
-        metadata = machine.source(rest[0], "b32")
+        metadata = machine.source(told_by, "b32")
         pairs = (0, 1) if ELEMENTS[a_type] <= 2 else (0,)
         sparsity = Sparsity(a_type, _literal(machine, rest[1], pairs))
         rest = rest[2:]
@@ -151,6 +151,12 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
         return rows[:, 0].copy()  # the registers may change before it is computed
 
     def run_some(selection: Selection) -> None:
+        if sparsity is not None and isinstance(told_by, Register):
+            lanes = machine.lanes_of(selection)
+            lanes = lanes[sparsity.counts(lanes)]
+            codes = machine.poison.of(told_by.name, lanes)
+            what = "the metadata of this wgmma"
+            machine.poison.report(product.position, lanes, codes, what)
         warpgroups.issue(
             product,
             warps_of(machine, selection),
