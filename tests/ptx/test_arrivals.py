@@ -29,7 +29,9 @@ st.global.u32 [%rd10], %r0;
 
 
 def values(body: str, threads: int = 32, **options) -> list[int]:
-    return run(body + STORE, results=threads, block=threads, **options)[1].tolist()
+    return run("mov.u32 %r0, 0;\n" + body + STORE, results=threads, block=threads, **options)[
+        1
+    ].tolist()
 
 
 COUNT_PENDING = """
@@ -133,6 +135,7 @@ class TestWhatTheyReturn:
 class TestSleeping:
     WAITING = f"""
     {made(1)}
+    mov.u32 %r0, 0;
     setp.lt.u32 %p1, %tid, 32;
     @%p1 bra WORK;
     {wait("bar", 0)}

@@ -168,7 +168,7 @@ def test_boxes_of_matrices(swizzle: str, swizzled: bool) -> None:
     given = tiles("none"), tiles(swizzle)
     box = given[1] | {"box": (64, 32)}
     zeros = "".join(f"st.shared.u32 [%r6+{512 * i}], 0;\n" for i in range(8))
-    start = f"shl.b32 %r6, %tid, 2;\n{zeros}bar.sync 0;\n"
+    start = f"mov.u32 %r5, 0;\nshl.b32 %r6, %tid, 2;\n{zeros}bar.sync 0;\n"
     body = start + matrices(STMATRIX, swizzled=swizzled) + stored()
     assert lints(body, given[0], box) == []
     (lint,) = lints(start + matrices(STMATRIX, swizzled=not swizzled) + stored(), given[0], box)
