@@ -20,7 +20,7 @@ from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.report_text import report_json, report_text
 
 PLANTED = Path(__file__).parent / "kernels/roles.sm_90a.cubin"
-DISPATCH = PLANTED.with_name("dispatch.sm_90a.cubin")
+DISPATCH = [PLANTED.with_name(f"dispatch.sm_{number}.cubin") for number in ("90a", "100a")]
 HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24"
 # one warp group copies, the others multiply; each waits for the other
 SPECIALISED = f"""
@@ -174,6 +174,8 @@ def test_a_wait_asks_and_does_no_work(body, waits):
          "ISETP.EQ.AND P0, PT, R3, 0x2, PT", [4, 5, 6, 7]),
         ("SHF.R.U32.HI R3, RZ, 0x5, R2\nVIMNMX.U32 R3, R3, 0x5, PT\n"
          "ISETP.EQ.AND P0, PT, R3, 0x5, PT", [5, 6, 7]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nVIMNMX.U32 R3, PT, PT, R3, 0x5, PT\n"
+         "ISETP.EQ.AND P0, PT, R3, 0x5, PT", [5, 6, 7]),
         ("SHF.R.U32.HI R3, RZ, 0x5, R2\nIMAD.MOV.U32 R4, RZ, RZ, -0x3\n"
          "VIADDMNMX.U32 R3, R3, R4, 0x2, PT\nISETP.EQ.AND P0, PT, R3, 0x2, PT", [0, 1, 2, 5, 6, 7]),
         ("SHF.R.U32.HI R3, RZ, 0x5, R2\nR2P PR, R3, 0x7\nPLOP3.LUT P0, PT, P1, P2, PT, 0x80, 0x0",
@@ -205,6 +207,23 @@ def test_a_wait_asks_and_does_no_work(body, waits):
 def test_a_branch_on_the_threads_number_decides_for_a_warp(decision, warps):
     text = f"S2R R2, SR_TID.X\n{decision}\n@!P0 BRA end\nFADD R1, R1, R1\nend: EXIT"
     assert warps_at(text) == warps
+
+
+@pytest.mark.parametrize(("architecture", "place"), (("sm_90", "0x0"), ("sm_100", "0x360")))
+def test_the_size_of_the_block_is_known(architecture, place):
+    text = f"""
+        S2R R2, SR_TID.X
+        LDC R3, c[0x0][{place}]
+        IADD3 R3, R3, -0x20, RZ
+        ISETP.GE.AND P0, PT, R2, R3, PT
+        @!P0 BRA end
+        FADD R1, R1, R1
+        end: EXIT
+    """
+    found = kernel(text, architecture)
+    (block,) = {i.block for i in found.instructions if i.base == "FADD"}
+    ways = ways_of_warps(found, threads=192, warps=6)
+    assert [warp for warp, own in enumerate(ways) if block in own.blocks] == [5]
 
 
 def test_what_a_loop_changes_is_not_known_behind_it():
@@ -432,6 +451,7 @@ WORK = {
 }
 
 
+@pytest.mark.parametrize("file", DISPATCH, ids=lambda file: file.suffixes[0])
 @pytest.mark.parametrize(
     ("name", "threads", "expected"),
     (
@@ -446,9 +466,9 @@ WORK = {
     ),
 )  # fmt: skip
 def test_roles_follow_values_from_where_they_are_set_to_where_they_are_tested(
-    name, threads, expected
+    file, name, threads, expected
 ):
-    found = load_kernel(DISPATCH, names=[name])
+    found = load_kernel(file, names=[name])
     told = {}
     for role in roles(found, threads):
         inside = {i.base for i in found.instructions if i.loop == role.working_loop}
@@ -458,14 +478,16 @@ def test_roles_follow_values_from_where_they_are_set_to_where_they_are_tested(
     assert told == {work: tuple(warps) for work, warps in expected.items()}
 
 
-def test_roles_that_memory_tells_are_not_known():
-    found = load_kernel(DISPATCH, names=["by_memory"])
+@pytest.mark.parametrize("file", DISPATCH, ids=lambda file: file.suffixes[0])
+def test_roles_that_memory_tells_are_not_known(file):
+    found = load_kernel(file, names=["by_memory"])
     (role,) = roles(found, 384)
     assert (role.name, len(role.loops), role.working_loop) == ("not known", 4, None)
 
 
-def test_registers_of_a_role_are_those_of_its_loop():
-    found = load_kernel(DISPATCH, names=["limits"])
+@pytest.mark.parametrize("file", DISPATCH, ids=lambda file: file.suffixes[0])
+def test_registers_of_a_role_are_those_of_its_loop(file):
+    found = load_kernel(file, names=["limits"])
     assert {role.warps: role.registers for role in roles(found, 256)} == {
         (0, 1, 2, 3): 40,
         (4, 5, 6, 7): 232,

@@ -61,11 +61,11 @@ class Words:
 @dataclass
 class WarpState:
     """The known values of one warp at one place. `values`: by the name of a register or predicate.
-    `warp`: the warp's number; None if the block has more than one dimension. `constants`: the
-    constant banks whose content is known, by number."""
+    `warp`: the warp's number; None if the block has more than one dimension. `constants`: by
+    the number of a constant bank, those of its words that are known, by their addresses."""
 
     warp: int | None
-    constants: Mapping[int, bytes]
+    constants: Mapping[int, Mapping[int, int]]
     values: dict[str, Lanes] = field(default_factory=dict)
 
     def only(self, names: Collection[str]) -> WarpState:
@@ -104,15 +104,14 @@ class WarpState:
         if match is None:
             return None
         bank, index, offset = match.groups()
-        data = self.constants.get(int(bank, 16), b"")
+        words = self.constants.get(int(bank, 16), {})
         start = self.value(index) if index else 0
         if start is None:
             return None
         first = int(offset or "0x0", 16) + 4 * word
 
         def read(at: int) -> int:
-            held = data[at + first : at + first + 4] if 0 <= at + first <= len(data) - 4 else b""
-            return int.from_bytes(held, "little") if held else -1
+            return words.get(at + first, -1)
 
         lanes = each_lane(read, start, masked=False)
         return None if -1 in ((lanes,) if isinstance(lanes, int) else lanes) else lanes
@@ -315,6 +314,8 @@ def _minimum(words: Words, state: WarpState) -> _Known:
         return min(a, b, key=key) if is_least else max(a, b, key=key)
 
     sources = _sources(words, state)
+    if words.operands[1:3] == ("PT", "PT"):  # predicates that are not written, from 10.0 on
+        sources = sources[2:]
     usual = len(sources) == 3 + words.base.startswith("VIADD")
     usual = usual and words.modifiers <= {"U32", "S32"}
     return _register(words, _of_all(result, sources) if usual else None)

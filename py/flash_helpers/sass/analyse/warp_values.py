@@ -30,6 +30,8 @@ from flash_helpers.sass.read.registers import accesses
 
 # Registers that a result takes at most, where the opcode does not tell.
 _WIDEST = {opcodes.TENSOR_MEMORY: 128, opcodes.TEXTURE: 4, opcodes.OTHER: 4}
+# Where constant bank 0 holds blockDim.x, as the code that ptxas 13.0 makes of it shows.
+_THREADS, _THREADS_FROM_100 = 0x0, 0x360
 _DECIDED = BRANCHES | CALLS | COMPUTED_JUMPS | {"EXIT", "RET"}  # what ends a block
 _BY_LANES = (".ANY", ".DIV", ".CONV")  # branches on what the lanes of a warp have in common
 _LIMIT = "register limit"  # the name under which a state holds what USETMAXREG set
@@ -72,17 +74,16 @@ def ways_of_warps(kernel: Kernel, threads: int, warps: int) -> list[WarpWays]:
     """The ways of the first `warps` warps of a thread block of a number of threads."""
     slices = _Slices.of(kernel, is_followed)
     varying = _varying(kernel)
+    constants = {
+        bank: dict(zip(range(0, len(data), 4), memoryview(data).cast("I"), strict=True))
+        for bank, data in kernel.constants.items()
+    }
     if not _is_one_dimensional(kernel):
-        return [_ways_of_warp(kernel, slices, varying, WarpState(None, kernel.constants))] * warps
-    constants = dict(kernel.constants)
-    if kernel.capability < _OTHER_LAUNCH_LAYOUT:
-        constants[0] = threads.to_bytes(4, "little")
+        return [_ways_of_warp(kernel, slices, varying, WarpState(None, constants))] * warps
+    constants[0] = {_THREADS if kernel.capability < 100 else _THREADS_FROM_100: threads}
     return [
         _ways_of_warp(kernel, slices, varying, WarpState(warp, constants)) for warp in range(warps)
     ]
-
-
-_OTHER_LAUNCH_LAYOUT = 100  # before, c[0x0][0x0] is the number of threads in the first dimension
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,9 @@ def _constants(cubin: Cubin, symbol: str) -> dict[int, bytes]:
     """The compiler's own constant bank of a kernel, by number. The linker has yet to fill that of
     relocatable code; the host fills the others."""
     section = cubin.sections.get(f".nv.constant{_COMPILERS_BANK}.{symbol}")
-    return {} if section is None or cubin.relocatable else {_COMPILERS_BANK: section.data}
+    if section is None or cubin.relocatable:
+        return {}
+    return {_COMPILERS_BANK: section.data[: len(section.data) // 4 * 4]}
 
 
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
