@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ptx_snippets import entry, evaluate, launch_on
 
-from flash_helpers.ptx import UnsupportedInstruction
+from flash_helpers.ptx import UninitialisedReadError, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.read.types import OPCODE_TYPES, SCALAR_TYPES
 from flash_helpers.ptx.run.instructions import compare, convert, floats, integers
@@ -254,6 +254,20 @@ def test_logic_of_three_and_a_predicate():
         declarations = ".reg .pred %p, %q; .reg .b32 %e;"
         found = evaluate(body.format(operation), inputs, "u32", declarations)[:4]
         np.testing.assert_array_equal(found, expected)
+
+
+def test_logic_of_three_passes_poison_to_both_of_its_results():
+    body = """
+    ld.shared.u32 %e, [tile];
+    lop3.or.b32 %e|%q, %e, 1, 2, 0xC0, %p;
+    mov.u32 %d, {};
+    """
+    declarations = ".shared .align 4 .b8 tile[4]; .reg .pred %p, %q; .reg .b32 %e;"
+    setp = "setp.eq.u32 %p, 1, 1;"
+    assert evaluate(setp + body.format(3), declarations=declarations, threads=1)[0] == 3
+    for result in ("%e", "%e; selp.u32 %d, 1, 0, %q"):
+        with pytest.raises(UninitialisedReadError):
+            evaluate(setp + body.format(result), declarations=declarations, threads=1)
 
 
 @pytest.mark.parametrize("lacking", ["rn", "satfinite"])

@@ -77,7 +77,8 @@ def test_an_operand_is_a_constant_expression(body):
 VECTORS = {
     "ld.global.v4.u32 v, [table]; mov.u32 %d, v.y;": 13,
     "mov.u32 v.x, 5; mov.u32 v.w, 6; add.u32 %d, v.r, v.a;": 11,
-    "mov.u32 v.x, 5; st.global.v4.b32 [table], v; ld.global.u32 %d, [table];": 5,
+    "ld.global.v4.u32 v, [table]; mov.u32 v.x, 5; st.global.v4.b32 [table], v;"
+    "ld.global.u32 %d, [table];": 5,
     "mov.u32 w1.y, 9; mov.u32 w0.y, 1; mov.b64 %at, w1; shr.u64 %at, %at, 32; cvt.u32.u64 %d, %at;":
         9,
     "{ .reg .v2 .b32 v; mov.u32 v.x, 3; mov.u32 %d, v.x; } mov.u32 v.x, 4; add.u32 %d, %d, v.x;": 7,

@@ -21,6 +21,7 @@ from flash_helpers.ptx.read.module import (
     Operand,
     Pair,
     Register,
+    Special,
     Symbol,
     Variable,
     Vector,
@@ -50,6 +51,10 @@ def called(call: Instruction) -> tuple[Operand | None, list[Operand]]:
     lists = [o.elements for o in call.operands if isinstance(o, Arguments)]
     callee = next((o for o in call.operands if not isinstance(o, Arguments)), None)
     return callee, [element for elements in lists for element in elements]
+
+
+_Passed = tuple[Register | None, Operand, str]
+"""A register of a called function, None for a variable; the operand of the call; their type."""
 
 
 class _CannotInline(Exception):
@@ -101,13 +106,19 @@ class _Inliner:
         if callee is None:
             whole.instructions.append(call)
             return
-        body, after = self.copy(call, callee)
+        body, after, passed = self.copy(call, callee)
+        n_results = len(callee.results)
         if call.guard is not None:
             skips = replace(call.guard, negated=not call.guard.negated)
-            target = (Symbol(after),)
+            target = (Symbol(f"{after}.skip"),)
             whole.instructions.append(
                 replace(call, name="bra", modifiers=(), operands=target, guard=skips)
             )
+        whole.instructions.extend(
+            _move(call, own, given, type_name)
+            for own, given, type_name in passed[n_results:]
+            if own is not None
+        )
         start = len(whole.instructions)
         whole.registers.update(body.registers)
         whole.variables.extend(body.variables)
@@ -115,6 +126,12 @@ class _Inliner:
         whole.labels.update((name, start + i) for name, i in body.labels.items())
         whole.instructions.extend(body.instructions)
         whole.labels[after] = len(whole.instructions)
+        whole.instructions.extend(
+            _move(call, given, own, type_name)
+            for own, given, type_name in passed[:n_results]
+            if own is not None
+        )
+        whole.labels[f"{after}.skip"] = len(whole.instructions)
 
     def callee(
         self, call: Instruction, caller: Function, callers: tuple[str, ...]
@@ -137,12 +154,14 @@ class _Inliner:
         if len(given) != len(formal):
             reason = f"{len(given)} arguments and results, {name} has {len(formal)}"
             raise _CannotInline(reason)
-        symbols = [element for element in given if isinstance(element, Symbol)]
-        if len(symbols) != len(given):
-            raise _CannotInline("arguments in registers are not simulated")
         sizes = {v.name: v.size for v in (*caller.variables, *caller.parameters, *caller.results)}
-        for own, element in zip(formal, symbols, strict=True):
-            if sizes.get(element.name) != own.size:
+        for own, element in zip(formal, given, strict=True):
+            if own.space == "reg":
+                if not isinstance(element, Register | Immediate | Special):
+                    raise _CannotInline(f"{own.name} of {name} is a register: give a register")
+            elif not isinstance(element, Symbol):
+                raise _CannotInline(f"{own.name} of {name} is in .param space: give a variable")
+            elif sizes.get(element.name) != own.size:
                 size = sizes.get(element.name, "no")
                 reason = f"{element.name} has {size} bytes, {own.name} of {name} {own.size}"
                 raise _CannotInline(reason)
@@ -158,16 +177,21 @@ class _Inliner:
             raise _CannotInline(f"calls of more than {_COPIED} instructions are not simulated")
         return callee
 
-    def copy(self, call: Instruction, callee: Function) -> tuple[Function, str]:
-        """A renamed copy of the called function, and the label that its returns branch to."""
+    def copy(self, call: Instruction, callee: Function) -> tuple[Function, str, list[_Passed]]:
+        """A renamed copy of the called function, the label that its returns branch to, and what is
+        passed."""
         _, given = called(call)
-        formal = [v.name for v in (*callee.results, *callee.parameters)]
+        formal = (*callee.results, *callee.parameters)
         self.copies += 1
         suffix = f"#{self.copies}"
         own = (*(v.name for v in callee.variables), *callee.labels, *callee.branch_targets)
         symbols = {n: n + suffix for n in own}
-        actual = [element.name for element in given if isinstance(element, Symbol)]
-        symbols |= dict(zip(formal, actual, strict=True))
+        passed: list[_Passed] = []
+        for variable, element in zip(formal, given, strict=True):
+            register = Register(variable.name + suffix) if variable.space == "reg" else None
+            passed.append((register, element, variable.type))
+            if isinstance(element, Symbol):
+                symbols[variable.name] = element.name
         after = f"{callee.name}{suffix}.return"
         body = replace(
             callee,
@@ -180,7 +204,16 @@ class _Inliner:
                 for n, labels in callee.branch_targets.items()
             },
         )
-        return body, after
+        return body, after, passed
+
+
+def _move(call: Instruction, target: Operand, source: Operand, type_name: str) -> Instruction:
+    """A move in place of a call that passes a value in a register."""
+    opcode, types = f"mov.{type_name}", (type_name,)
+    operands = (target, source)
+    return replace(
+        call, opcode=opcode, operands=operands, guard=None, name="mov", modifiers=types, types=types
+    )
 
 
 def _as_local(variable: Variable) -> Variable:

@@ -279,7 +279,7 @@ class _Reader:
         attributes = _ATTRIBUTE.findall(match["attributes"])
         words = [word for word, _ in attributes]
         spaces = [w for w in words if w in _SPACES]
-        types = [w for w in words if w in TYPE_NAMES and w != "pred"]
+        types = [w for w in words if w in TYPE_NAMES and (w != "pred" or spaces == ["reg"])]
         lanes, alignment = 1, 0
         for word, number in attributes:
             if word == "align" and number:

@@ -252,7 +252,7 @@ class Rules:
             return self._mov(instruction, count, sources[0])
         if name in ("and", "or"):
             return self._and_or(instruction, sources)
-        if name in ("xor", "not", "lop3"):
+        if name in ("xor", "not", "lop3") and count == 1:
             size = size_of(types[-1])
             return lambda selection: [union(*(self._of(o, selection, size) for o in sources))]
         if name == "selp":
