@@ -8,6 +8,7 @@ from wgmma_snippets import COMMIT, DONE, FENCE, WAIT, Snippet, descriptor, mma
 from flash_helpers.ptx import (
     MissingLanesError,
     UnfinishedError,
+    UnsupportedInstruction,
     WarpgroupError,
     WgmmaFenceError,
     WgmmaRegisterError,
@@ -129,12 +130,19 @@ class TestFences:
             zeros(),
             zeros().replace("00000000", "40A00000"),
             zeros(count=1) + "".join(f"mov.f32 %d{i}, %d{i // 2};\n" for i in (1, 2, 3)),
+            "{ .reg .b16 %x; mov.b16 %x, 7; "
+            + "".join(f"mov.b32 %d{i}, {{%x, %x}};" for i in range(4))
+            + "}",
         ],
     )
     def test_constants_may_be_moved_below_it(self, constants):
         run(FENCE, constants, mma("%A", "%B"), DONE, constants, mma("%A", "%B"), DONE)
         run(zeros(), zeros("a"), FENCE, "mov.b32 %a1, 7;", FROM_REGISTERS, DONE)
         fault(WgmmaRegisterError, zeros(), FENCE, mma("%A", "%B"), constants, DONE)
+
+    def test_a_move_without_a_source_is_refused(self):
+        with pytest.raises(UnsupportedInstruction):
+            run(FENCE, "mov.f32 %d0;", mma("%A", "%B"), DONE)
 
     @pytest.mark.parametrize(
         "values",

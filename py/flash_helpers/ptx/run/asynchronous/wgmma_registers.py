@@ -219,8 +219,8 @@ class RegisterWatch:
 
 
 def _constant_moves(program: Program) -> frozenset[int]:
-    """Indices of the instructions that move a constant: a literal, or a register to which the same
-    basic block has moved one."""
+    """Indices of the instructions that move constants: literals, or registers to which the same
+    basic block has moved some."""
     found = set()
     for block in program.blocks:
         holding: set[str] = set()
@@ -228,10 +228,11 @@ def _constant_moves(program: Program) -> frozenset[int]:
             instruction = program.instructions[position]
             written = _names(instruction.operands[:1])
             holding.difference_update(written)
-            if instruction.name != "mov" or instruction.guard is not None:
+            is_move = instruction.name == "mov" and len(instruction.operands) == 2
+            if not is_move or instruction.guard is not None:
                 continue
-            source = instruction.operands[1]
-            if isinstance(source, Immediate) or set(_names([source])) & holding:
+            values = [o for o in parts(instruction.operands[1]) if not isinstance(o, Vector)]
+            if all(isinstance(o, Immediate) or set(_names([o])) & holding for o in values):
                 holding.update(written)
                 found.add(position)
     return frozenset(found)
