@@ -100,9 +100,10 @@ class TestMemory:
                 calls.copy(to, 0x10, 64, kind)
 
     def test_visible_memory_is_of_either_side(self, calls) -> None:
-        (to,), (source,) = calls.allocate(64), calls.allocate_visible(64)
+        (to,), (source,) = calls.allocate(64), calls.allocate_visible(64, 3)
         for kind in (1, 3, 4):
             assert calls.copy(to, source, 64, kind) == [3]
+        assert [calls.pointer(address) for address in (to, source, 0x10)] == [[2], [3], [0]]
 
     def test_freed_memory_is_refused(self, calls) -> None:
         (address,) = calls.allocate(64)

@@ -13,7 +13,7 @@ from flash_helpers import gpu
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.symbols import demangled
 from flash_helpers.host.device import SimulatedDevice
-from flash_helpers.host.errors import INVALID_CONFIGURATION, INVALID_VALUE, CudaError
+from flash_helpers.host.errors import INVALID_CLUSTER_SIZE, INVALID_VALUE, CudaError
 from flash_helpers.host.modules import LoadedFunction, ModuleCalls
 from flash_helpers.ptx.errors import LaunchError, PtxError
 from flash_helpers.ptx.run.count.counts import Counts
@@ -79,8 +79,11 @@ class LaunchCalls:
         loaded = self._modules.loaded(handle)
         options, kernel = self._options, loaded.kernel
         name = short_name(kernel.name)
-        if problem := _lacking(loaded, dynamic, cluster, cooperative):
-            raise CudaError(INVALID_VALUE, f"{name}: {problem}")
+        _check_attributes(loaded, name, dynamic, cluster)
+        if kernel.synchronises_grid and not cooperative:  # a GPU takes it, and it hangs or traps
+            raise LaunchFault(
+                f"{name} synchronises its grid: launch it with cudaLaunchCooperativeKernel"
+            )
         try:
             with progress_bar(name, "block") as progress:
                 run = kernel.launch(
@@ -99,7 +102,7 @@ class LaunchCalls:
                     keep_going=options.keep_going,
                 )
         except LaunchError as error:
-            raise CudaError(INVALID_CONFIGURATION, f"{name}: {error}") from None
+            raise CudaError(INVALID_VALUE, f"{name}: {error}") from None
         except PtxError as error:
             number = len(self.finished) + 1
             raise LaunchFault(
@@ -127,25 +130,25 @@ class LaunchCalls:
         return own if same else self._device.target
 
 
-def _lacking(
-    loaded: LoadedFunction, dynamic: int, cluster: Three | None, cooperative: bool
-) -> str | None:
-    """The attribute of the function or of the launch that it needs and lacks, in words."""
+def _check_attributes(
+    loaded: LoadedFunction, name: str, dynamic: int, cluster: Three | None
+) -> None:
+    """Refuses a launch that needs an attribute of its function which the program has not set. The
+    errors are those of an H100."""
     if dynamic > loaded.dynamic_smem:
-        return (
-            f"{dynamic:,} bytes of dynamic shared memory, and the kernel may take "
+        raise CudaError(
+            INVALID_VALUE,
+            f"{name}: {dynamic:,} bytes of dynamic shared memory, and the kernel may take "
             f"{loaded.dynamic_smem:,}: raise cudaFuncAttributeMaxDynamicSharedMemorySize with "
-            "cudaFuncSetAttribute first"
+            "cudaFuncSetAttribute first",
         )
     blocks = math.prod(cluster or ())
     if blocks > gpu.PORTABLE_CLUSTER and not loaded.non_portable_cluster:
-        return (
-            f"a cluster of {blocks} blocks: more than {gpu.PORTABLE_CLUSTER} need "
-            "cudaFuncAttributeNonPortableClusterSizeAllowed, set with cudaFuncSetAttribute"
+        raise CudaError(
+            INVALID_CLUSTER_SIZE,
+            f"{name}: a cluster of {blocks} blocks: more than {gpu.PORTABLE_CLUSTER} need "
+            "cudaFuncAttributeNonPortableClusterSizeAllowed, set with cudaFuncSetAttribute",
         )
-    if loaded.kernel.synchronises_grid and not cooperative:
-        return "the kernel synchronises its grid: launch it with cudaLaunchCooperativeKernel"
-    return None
 
 
 def _from_here(text: str) -> str:

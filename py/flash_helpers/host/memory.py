@@ -19,6 +19,8 @@ _UNWRITTEN = 0xFF
 
 _DESTINATION, _SOURCE = 1, 2
 """Bits of a cudaMemcpyKind, and of an answer to `copy`: this side is memory of the device."""
+_DEVICE_MEMORY = 2
+"""cudaMemoryTypeDevice."""
 _BY_ADDRESS = 4
 """cudaMemcpyDefault: the addresses tell."""
 
@@ -50,7 +52,7 @@ class MemoryCalls:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self._sizes: dict[int, int] = {}
-        self._visible: set[int] = set()
+        self._visible: dict[int, int] = {}  # by address, the cudaMemoryType
 
     def allocate(self, size: int, alignment: int = 256) -> list[int]:
         """cudaMalloc: the address of new memory, which holds no useful values; 0 for 0 bytes."""
@@ -68,12 +70,12 @@ class MemoryCalls:
         self._octets(address, size)[:] = _UNWRITTEN
         return [address]
 
-    def allocate_visible(self, size: int) -> list[int]:
+    def allocate_visible(self, size: int, memory_type: int) -> list[int]:
         """cudaMallocManaged, cudaMallocHost: an address that the program can map."""
         if size == 0:
             raise CudaError(INVALID_VALUE, "0 bytes: give at least 1")
         (address,) = self.allocate(size, mmap.PAGESIZE)
-        self._visible.add(address)
+        self._visible[address] = memory_type
         return [address]
 
     def check_visible(self, address: int) -> None:
@@ -85,6 +87,13 @@ class MemoryCalls:
                 f"{address:#x} is memory that kernels cannot access in the simulator: allocate it "
                 "with cudaMallocHost or cudaMallocManaged",
             )
+
+    def pointer(self, address: int) -> list[int]:
+        """cudaPointerGetAttributes: the cudaMemoryType, 0 for memory that CUDA does not know."""
+        extent = self.memory.extent(address)
+        if extent is None:
+            return [0]
+        return [self._visible.get(extent[0], _DEVICE_MEMORY)]
 
     def address_taken(self, address: int) -> None:
         """The program's own memory lies where visible memory was to be."""
@@ -106,7 +115,7 @@ class MemoryCalls:
         size = self._sizes.pop(address)
         if address not in self._visible:
             return [0]
-        self._visible.discard(address)
+        del self._visible[address]
         return [size]
 
     def copy(self, to: int, source: int, size: int, kind: int) -> list[int]:

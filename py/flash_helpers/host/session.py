@@ -39,7 +39,7 @@ class Session:
         }
         for calls, names in (
             (memory_calls, "allocate allocate_visible check_visible address_taken bad_host_memory"),
-            (memory_calls, "free copy fill memory_info"),
+            (memory_calls, "free copy fill memory_info pointer"),
             (device, "device_attribute device_name check_device"),
             (modules, "load load_file name_function name_variable name_managed function"),
             (modules, "parameters set_attribute attributes occupancy variable"),

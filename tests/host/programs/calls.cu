@@ -109,8 +109,14 @@ void memory_of_both() {
     sum_of<<<1, 1>>>(x, 10);
     RIGHT(cudaDeviceSynchronize() == 0);
     RIGHT(managed_sum == 50);
+    cudaPointerAttributes found;
+    RIGHT(cudaPointerGetAttributes(&found, x) == 0 && found.type == cudaMemoryTypeManaged);
+    RIGHT(found.hostPointer == x && found.devicePointer == x);
+    RIGHT(cudaPointerGetAttributes(&found, &found) == 0);
+    RIGHT(found.type == cudaMemoryTypeUnregistered && !found.devicePointer);
     RIGHT(cudaFree(x) == 0);
     RIGHT(cudaMallocHost(&x, sizeof *x) == 0);
+    RIGHT(cudaPointerGetAttributes(&found, x) == 0 && found.type == cudaMemoryTypeHost);
     *x = 7;
     sum_of<<<1, 1>>>(x, 1);
     RIGHT(cudaDeviceSynchronize() == 0 && managed_sum == 57);
@@ -136,6 +142,8 @@ void launches_with_attributes() {
     attributes[1].val.clusterDim = {4, 1, 1};
     config.attrs = attributes;
     config.numAttrs = 2;
+    int clusters = 0;
+    RIGHT(cudaOccupancyMaxActiveClusters(&clusters, ranks, &config) == 0 && clusters > 0);
     RIGHT(cudaLaunchKernelEx(&config, ranks, out_gmem) == 0);
     RIGHT(cudaMemcpy(out, out_gmem, sizeof out, cudaMemcpyDeviceToHost) == 0);
     RIGHT(out[3] == 3 && out[4] == 0);

@@ -43,7 +43,6 @@ constexpr Error kErrors[] = {
     {0, "cudaSuccess", "CUDA_SUCCESS", "no error"},
     {1, "cudaErrorInvalidValue", "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {2, "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {9, "cudaErrorInvalidConfiguration", "CUDA_ERROR_UNKNOWN", "invalid configuration argument"},
     {13, "cudaErrorInvalidSymbol", "CUDA_ERROR_UNKNOWN", "invalid device symbol"},
     {98, "cudaErrorInvalidDeviceFunction", "CUDA_ERROR_UNKNOWN", "invalid device function"},
     {101, "cudaErrorInvalidDevice", "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
@@ -55,6 +54,8 @@ constexpr Error kErrors[] = {
     {400, "cudaErrorInvalidResourceHandle", "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {500, "cudaErrorSymbolNotFound", "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {801, "cudaErrorNotSupported", "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {912, "cudaErrorInvalidClusterSize", "CUDA_ERROR_INVALID_CLUSTER_SIZE",
+     "a kernel launch error has occurred due to cluster misconfiguration"},
 };
 
 const Error *error_of(int code) {
@@ -134,8 +135,8 @@ int fill(const char *caller, uint64_t to, uint64_t value, size_t count, uint64_t
 }
 
 // Memory that the program and the kernels access at the same address.
-int allocate_visible(const char *caller, void **pointer, size_t size) {
-    const Answer answer = ask("allocate_visible", caller, {size});
+int allocate_visible(const char *caller, void **pointer, size_t size, cudaMemoryType type) {
+    const Answer answer = ask("allocate_visible", caller, {size, static_cast<uint64_t>(type)});
     if (answer.error)
         return answer.error;
     void *wanted = as<void *>(answer.numbers[0]);
@@ -272,7 +273,7 @@ API void __cudaRegisterVar(void **module, char *host, char *, const char *name, 
 
 API void __cudaRegisterManagedVar(void **module, void **host, char *, const char *name, int,
                                   size_t size, int, int) {
-    const int error = allocate_visible(__func__, host, size);
+    const int error = allocate_visible(__func__, host, size, cudaMemoryTypeManaged);
     const uint64_t at = error ? 0 : bits(*host);
     ask("name_managed", __func__, {bits(module), bits(host), size, at}, name, strlen(name));
 }
@@ -378,6 +379,24 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const
                                                                   shared_bytes, 0);
 }
 
+// As many clusters as their blocks fit, on a device whose SMs are all alike.
+API cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *function,
+                                               const cudaLaunchConfig_t *config) {
+    uint64_t size = 1, sms = 0;
+    for (unsigned i = 0; i < config->numAttrs; ++i)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
+            const auto &dims = config->attrs[i].val.clusterDim;
+            size = uint64_t{dims.x} * dims.y * dims.z;
+        }
+    const dim3 block = config->blockDim;
+    store(ASK("device_attribute", cudaDevAttrMultiProcessorCount), &sms);
+    Answer answer = ASK("occupancy", bits(function), uint64_t{block.x} * block.y * block.z,
+                        config->dynamicSmemBytes);
+    if (!answer.error)
+        answer.numbers[0] = answer.numbers[0] * sms / size;
+    return runtime(store(answer, clusters));
+}
+
 // -- runtime: memory ------------------------------------------------------------------------------
 
 API cudaError_t cudaMalloc(void **pointer, size_t size) {
@@ -394,15 +413,15 @@ API cudaError_t cudaMallocPitch(void **pointer, size_t *pitch, size_t width, siz
 }
 
 API cudaError_t cudaMallocManaged(void **pointer, size_t size, unsigned) {
-    return runtime(allocate_visible(__func__, pointer, size));
+    return runtime(allocate_visible(__func__, pointer, size, cudaMemoryTypeManaged));
 }
 
 API cudaError_t cudaMallocHost(void **pointer, size_t size) {
-    return runtime(allocate_visible(__func__, pointer, size));
+    return runtime(allocate_visible(__func__, pointer, size, cudaMemoryTypeHost));
 }
 
 API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned) {
-    return runtime(allocate_visible(__func__, pointer, size));
+    return runtime(allocate_visible(__func__, pointer, size, cudaMemoryTypeHost));
 }
 
 API cudaError_t cudaHostGetDevicePointer(void **pointer, void *host, unsigned) {
@@ -455,6 +474,32 @@ API cudaError_t cudaMemset2D(void *to, size_t pitch, int value, size_t width, si
                 fill(__func__, bits(to) + row * pitch, static_cast<uint8_t>(value), width, 1))
             return runtime(error);
     return cudaSuccess;
+}
+
+API cudaError_t cudaMemset2DAsync(void *to, size_t pitch, int value, size_t width, size_t height,
+                                  cudaStream_t) {
+    return cudaMemset2D(to, pitch, value, width, height);
+}
+
+// The program's own memory, which kernels cannot access: cudaHostGetDevicePointer says so.
+API cudaError_t cudaHostRegister(void *, size_t, unsigned) {
+    return cudaSuccess;
+}
+API cudaError_t cudaHostUnregister(void *) {
+    return cudaSuccess;
+}
+
+API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer) {
+    const Answer answer = ASK("pointer", bits(pointer));
+    if (!answer.error) {
+        *attributes = {};
+        attributes->type = static_cast<cudaMemoryType>(answer.numbers[0]);
+        const bool on_device = attributes->type != cudaMemoryTypeUnregistered;
+        const bool on_host = attributes->type != cudaMemoryTypeDevice;
+        attributes->devicePointer = on_device ? const_cast<void *>(pointer) : nullptr;
+        attributes->hostPointer = on_host ? const_cast<void *>(pointer) : nullptr;
+    }
+    return runtime(answer);
 }
 
 API cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
@@ -709,6 +754,22 @@ API cudaError_t cudaEventDestroy(cudaEvent_t) {
     return cudaSuccess;
 }
 
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamSetAttribute(cudaStream_t, cudaLaunchAttributeID,
+                                       const cudaLaunchAttributeValue *) {
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function,
+                                      void *data, unsigned) {
+    function(stream, cudaSuccess, data);
+    return cudaSuccess;
+}
+
 API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t, cudaEvent_t) {
     return runtime(no_time(milliseconds));
 }
@@ -814,6 +875,13 @@ API CUresult cuCtxCreate(CUcontext *context, unsigned, CUdevice device) {
     return cuDevicePrimaryCtxRetain(context, device);
 }
 #endif
+
+API CUresult cuCtxPushCurrent(CUcontext) {
+    return CUDA_SUCCESS;
+}
+API CUresult cuCtxPopCurrent(CUcontext *context) {
+    return cuCtxGetCurrent(context);
+}
 
 API CUresult cuCtxGetDevice(CUdevice *device) {
     *device = 0;
@@ -1000,6 +1068,47 @@ API CUresult cuMemGetInfo(size_t *available, size_t *total) {
     const Answer answer = ASK("memory_info");
     store(answer, available, 0);
     return driver(store(answer, total, 1));
+}
+
+API CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream) {
+    return driver(store(ASK("allocate", size), pointer));
+}
+
+API CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream) {
+    return static_cast<CUresult>(release(__func__, pointer));
+}
+
+API CUresult cuMemAllocManaged(CUdeviceptr *pointer, size_t size, unsigned) {
+    void *visible = nullptr;
+    const int error = allocate_visible(__func__, &visible, size, cudaMemoryTypeManaged);
+    *pointer = bits(visible);
+    return static_cast<CUresult>(error);
+}
+
+API CUresult cuMemAllocHost(void **pointer, size_t size) {
+    return static_cast<CUresult>(allocate_visible(__func__, pointer, size, cudaMemoryTypeHost));
+}
+
+API CUresult cuMemFreeHost(void *pointer) {
+    return static_cast<CUresult>(release(__func__, bits(pointer)));
+}
+
+API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream) {
+    return cuMemsetD8(to, value, count);
+}
+
+API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream) {
+    return cuMemsetD32(to, value, count);
+}
+
+API CUresult cuStreamWaitEvent(CUstream, CUevent, unsigned) {
+    return CUDA_SUCCESS;
+}
+API CUresult cuStreamQuery(CUstream) {
+    return CUDA_SUCCESS;
+}
+API CUresult cuEventQuery(CUevent) {
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuStreamCreate(CUstream *stream, unsigned) {
