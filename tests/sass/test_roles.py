@@ -186,6 +186,12 @@ def test_a_wait_asks_and_does_no_work(body, waits):
          "ISETP.EQ.AND P0, PT, R3, 0x300, PT", [3]),
         ("SHF.R.U32.HI R3, RZ, 0x5, R2\nLOP3.LUT R3, R3, 0x3, RZ, 0x3c, !PT\n"
          "ISETP.EQ.AND P0, PT, R3, RZ, PT", [3]),
+        # the remainder of a division by three
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nIMAD.HI R4, R3, 0x55555556, RZ\n"
+         "IMAD R3, R4, -0x3, R3\nISETP.EQ.AND P0, PT, R3, 0x1, PT", [1, 4, 7]),
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nIMAD.WIDE.U32 R4, R3, 0xaaaaaaab, RZ\n"
+         "SHF.R.U32.HI R5, RZ, 0x1, R5\nIMAD R3, R5, -0x3, R3\nISETP.EQ.AND P0, PT, R3, 0x2, PT",
+         [2, 5]),
         ("S2R R3, SR_LANEID\nIMAD R3, R3, -0x1, R2\nISETP.EQ.AND P0, PT, R3, 0x60, PT", [3]),
         # a copy under a guard
         ("ISETP.GE.AND P1, PT, R2, 0x80, PT\nMOV R3, RZ\n@P1 MOV R3, 0x1\n"

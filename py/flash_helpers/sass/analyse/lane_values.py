@@ -224,9 +224,19 @@ def _add(words: Words, state: WarpState) -> _Known:
 
 def _multiply_add(words: Words, state: WarpState) -> _Known:
     sources = _sources(words, state)
-    if {"X", "WIDE", "HI"} & words.modifiers or len(sources) != 3:
+    if "X" in words.modifiers or len(sources) != 3:
         return {}
     a, b, c = sources
+    if {"WIDE", "HI"} & words.modifiers:
+        # the third operand has 64 bits, and is zero where ptxas divides by a constant
+        if words.operands[3] not in ("RZ", "URZ"):
+            return {}
+        read: Callable[[int], int] = int if "U32" in words.modifiers else _signed
+        high = _of_all(lambda x, y: read(x) * read(y) >> 32, [a, b])
+        if "HI" in words.modifiers:
+            return _register(words, high)
+        low = _of_all(operator.mul, [a, b])
+        return dict(zip(words.written, (low, high), strict=False))
     if 0 in (a, b):
         return _register(words, c)
     return _register(words, _of_all(lambda x, y, z: x * y + z, sources))
