@@ -329,6 +329,84 @@ setp.ne.u32 %q, %lane, %lane;
             yield WarpKernel(f"match-all-b{bits}-{lanes}", body, inputs, (2, 32))
 
 
+# Lanes with three masks in one instruction, as in a labeled partition.
+THREE_GROUPS = """.reg .pred %p, %q; .reg .b32 %group, %member, %x;
+rem.u32 %group, %lane, 3;
+match.any.sync.b32 %member, %group, -1;
+setp.eq.u32 %q, %lane, 99;
+mov.b32 %d0, 0;
+"""
+# Lanes from 20 on end; the others wait for them, and for nothing that they do.
+LANES_END = """.reg .pred %p, %q; .reg .b32 %x, %y;
+mov.b32 %d0, 0;
+setp.ge.u32 %q, %lane, 20;
+@%q exit;
+"""
+
+
+def lanes_that_take_part() -> Iterator[WarpKernel]:
+    """Groups of lanes with masks of their own, and lanes that have ended."""
+    rng = np.random.default_rng(4)
+    bit = np.uint32(1) << words(rng, 1) % np.uint32(32)
+    for operation, own in (
+        *itertools.product(("add", "min", "max"), ("u32", "s32")),
+        *itertools.product(("and", "or", "xor"), ("b32",)),
+    ):
+        values = {"and": ~bit, "or": bit}.get(operation, words(rng, 1))
+        redux = f"redux.sync.{operation}.{own} %d0, %a0,"
+        for name, body in (
+            ("groups", f"{THREE_GROUPS}{redux} %member;"),
+            ("ended", f"{LANES_END}{redux} -1;"),
+        ):
+            yield WarpKernel(f"redux-{operation}-{own}-{name}", body, {"a": values}, (1, 32))
+    # Equal in the first warps.
+    few = {"a": words(rng, 1) % (1 + np.arange(WARPS).repeat(WARP) // 2).astype(np.uint32)}
+    vote = "setp.eq.u32 %p, %a0, 0;\nvote.sync.{} {}, %p, {};"
+    for name, begin, member in (
+        ("groups", THREE_GROUPS, "%member"),
+        ("ended", LANES_END, "-1"),
+    ):
+        for mode in ("all", "any", "uni"):
+            body = begin + vote.format(f"{mode}.pred", "%q", member) + "\nselp.b32 %d0, 1, 0, %q;"
+            yield WarpKernel(f"vote-{mode}-{name}", body, few, (1, 32))
+        for does, instruction in (
+            ("vote-ballot", vote.format("ballot.b32", "%d0", member)),
+            ("match-any", f"match.any.sync.b32 %d0, %a0, {member};"),
+            ("match-all", f"match.all.sync.b32 %d0, %a0, {member};"),
+            ("elect", f"elect.sync %d0|%q, {member};"),
+        ):
+            yield WarpKernel(f"{does}-{name}", f"{begin}{instruction}", few, (1, 32))
+    # Lane 19 is the last that is left; lanes from 17 on are out of range of their segment.
+    for mode, operands in (
+        ("idx", "19, 31"),
+        ("down", "1, 0x1013"),
+        ("up", "3, 0"),
+        ("bfly", "3, 31"),
+    ):
+        body = f"{LANES_END}shfl.sync.{mode}.b32 %d0, %a0, {operands}, -1;"
+        yield WarpKernel(f"shfl-{mode}-ended", body, {"a": words(rng, 1)}, (1, 32))
+
+
+def half_warp_trees() -> Iterator[WarpKernel]:
+    """Sums of 16 lanes, whose lanes from 8 on read lanes that take no part."""
+    inputs = {"a": words(np.random.default_rng(5), 1)}
+    declared = ".reg .pred %p, %q; .reg .b32 %x, %y;\nmov.b32 %y, %a0;\nmov.b32 %d0, 0;\n"
+    half, result = "setp.ge.u32 %q, %lane, 16;\n", "setp.eq.u32 %p, %lane, 0;\n@%p mov.b32 %d0, %y;"
+    for name, begin, guard, mask in (
+        ("ended", "@%q exit;", "", "-1"),
+        ("not-named", "@%q bra END;", "", "0xffff"),
+        ("predicated-off", "", "@!%q ", "0xffff"),
+        ("two-groups", "selp.b32 %d0, 0xffff0000, 0xffff, %q;", "", "%d0"),
+    ):
+        steps = [
+            f"{guard}shfl.sync.down.b32 %x, %y, {n}, 31, {mask};\nadd.u32 %y, %y, %x;"
+            for n in (8, 4, 2, 1)
+        ]
+        clear = "mov.b32 %d0, 0;"
+        body = "\n".join([declared + half + begin, *steps, clear, result, "END:"])
+        yield WarpKernel(f"tree-{name}", body, inputs, (1, 32))
+
+
 CASES = [*mma_cases(), *itertools.starmap(wmma, wmma_forms()), *wmma_f32_as_f16()]
 CASES += [
     *matrix_moves(),
