@@ -15,7 +15,8 @@ from fake_backend import load_tool, run_tool
 from sass_text import ARCHITECTURES, DEFAULT, needs
 
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.machine_code import installed_library, source_diff
+from flash_helpers.measure.machine_code import installed_library, source_diff, with_sources
+from flash_helpers.sass.read.records import Instruction
 from flash_helpers.sass.show.page import read_sources
 
 pytestmark = pytest.mark.slow
@@ -104,7 +105,6 @@ class TestSource:
         """As after installing, without a checkout: the rest works."""
         tool = load_tool(TOOL)
         monkeypatch.setattr(tool, "ROOT", tmp_path)
-        monkeypatch.setattr(tool, "RESULTS", tmp_path / "h100.json")
         page = tmp_path / "page.html"
         status, out, err = run_tool(capsys, tool, "8", "9", "--source", "--html", page)
         assert (status, err) == (0, "")
@@ -249,3 +249,19 @@ class TestPage:
                 ),
             )
             assert name not in read_sources([moved], inside)
+
+    def test_takes_sources_from_where_the_line_table_of_a_file_says(self, tmp_path: Path) -> None:
+        """By the whole path, and only files that are named as sources are."""
+        kernel = library_kernel(9)
+        own = next(i.source[0].file for i in kernel.instructions if i.source)
+        for name, is_taken in (("k.cu", True), ("k.py", True), ("shadow", False)):
+            path = tmp_path / name
+            path.write_text("code\n" * 4096)
+
+            def moved(i: Instruction, path: Path = path) -> Instruction:
+                chain = tuple(replace(s, file=str(path)) for s in i.source if s.file == own)
+                return replace(i, source=chain)
+
+            changed, texts = with_sources(edit_all(kernel, moved), tmp_path / "elsewhere")
+            assert (str(path) in texts) is is_taken
+            assert str(path) in {line.file for i in changed.instructions for line in i.source}

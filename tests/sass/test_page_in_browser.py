@@ -11,8 +11,14 @@ from browser import requested_urls
 from edited_kernels import library_kernel
 from sass_text import of_version
 
-from flash_helpers.measure.machine_code import config_facts, facts_matrix, matrix_page
+from flash_helpers.measure.machine_code import (
+    config_facts,
+    facts_matrix,
+    file_facts,
+    matrix_page,
+)
 from flash_helpers.sass.analyse.diff import KernelDiff, Likeness, Side, diff_kernels
+from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.flow import NEVER
 from flash_helpers.sass.read.opcodes import TENSOR
 from flash_helpers.sass.read.records import Instruction, Kernel
@@ -143,6 +149,46 @@ def first(kernel: Kernel, base: str) -> tuple[int, Instruction]:
     return next(
         (n, i) for n, i in enumerate(kernel.instructions) if i.base == base and i.loop is not None
     )
+
+
+class TestEmptyPanes:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def page(cls, root: Path, planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Two kernels without lines and PTX."""
+        names = ("no_lines.sm_90.cubin#nested", "no_lines.sm_90.cubin#divergent")
+        rows = [file_facts(KernelPath.parse(str(planted / name)), None, None) for name in names]
+        file = tmp_path_factory.mktemp("empty") / "page.html"
+        file.write_text(matrix_page(facts_matrix(rows, None), root))
+        return file
+
+    def test_are_folded_and_say_why(self, shown: Page) -> None:
+        widths = dict(shown.each(".pane", "[e.dataset.pane, e.getBoundingClientRect().width]"))
+        assert widths["cuda"] == widths["ptx"] < 40
+        assert widths["sass"] > 1300
+        cuda = shown.find("[data-pane=cuda]")
+        assert cuda.get_attribute("title") == (
+            "The cubin has no line table: compile with -lineinfo."
+        )
+        assert not shown.find("[data-pane=cuda] .code").is_displayed()
+        cuda.click()
+        assert "compile with -lineinfo" in shown.text("[data-pane=cuda] .code")
+
+    def test_side_by_side_each_line_can_be_read_whole(self, shown: Page) -> None:
+        """Cells are cut at the middle; the whole line stands in a tooltip."""
+        shown.press("s")
+        cells = shown.each("[data-pane=sass] .cell[data-key]", "[e.title, e.textContent]")
+        assert cells
+        for title, text in cells:
+            assert title
+            assert text.rstrip().endswith(title)
+
+
+def test_panes_with_text_share_the_room(shown: Page) -> None:
+    widths = shown.each(".pane", "e.getBoundingClientRect().width")
+    assert widths[0] == pytest.approx(widths[1], abs=1)
+    assert widths[2] / widths[0] == pytest.approx(7 / 5, abs=0.02)
+    assert shown.each(".pane.folded", "e.dataset.pane") == []
 
 
 class TestLinks:

@@ -176,9 +176,11 @@ def file_facts(
 
 
 def with_sources(kernel: Kernel, folder: Path) -> tuple[Kernel, dict[str, str]]:
-    """The kernel, and the texts by path of the sources that lie beside its file. Paths in both
-    begin with `folder`, so that files of one name in several folders are told apart."""
-    texts = {str(folder / name): text for name, text in read_sources([kernel], folder).items()}
+    """The kernel, and the texts by path of the sources that lie beside its file, or where its line
+    table says. Relative paths in both get `folder` in front, so that files of one name in several
+    folders are told apart."""
+    found = read_sources([kernel], folder, elsewhere=True)
+    texts = {str(folder / name): text for name, text in found.items()}
 
     def moved(line: SourceLine) -> SourceLine:
         path = str(folder / line.file)
@@ -359,7 +361,7 @@ def shipped_ptx(config: Config) -> str:
 
 def matrix_page(matrix: Matrix, root: Path) -> str:
     """HTML page of a matrix. root: of the repository. The page shows the repository's sources, and
-    sources beside the files of other kernels, where they exist."""
+    sources of other kernels beside their files or where their line tables say."""
     rows, ptx, sources = [], [], {}
     for facts in matrix.rows:
         if facts.where is not None and not isinstance(facts, ConfigFacts):

@@ -53,6 +53,8 @@ _PIPES: Mapping[str, tuple[str, str]] = {
 }
 _PIPE_NUMBER = {name: number for number, name in enumerate(_PIPES)}
 
+# A line table may name any file of the disk; only these may come into a page.
+_SOURCE_SUFFIXES = (".cu", ".cuh", ".h", ".hpp", ".hxx", ".inl", ".c", ".cc", ".cpp", ".cxx", ".py")
 _INSTRUCTION = re.compile(r"(?:@!?%\w+\s+)?([a-z]\w*)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
@@ -161,11 +163,15 @@ def _pane_links(
     return f'<p class="empty">{links}</p>' if links else ""
 
 
-def read_sources(kernels: Iterable[Kernel], root: Path) -> dict[str, str]:
+def read_sources(
+    kernels: Iterable[Kernel], root: Path, *, elsewhere: bool = False
+) -> dict[str, str]:
     """The texts of the source files of kernels, by the paths of their line tables.
 
-    Files that are not below `root` are left out. So are files that have changed since a kernel was
-    built, so that a line that the kernel names is gone, empty or a comment.
+    Files that are not below `root` are left out. `elsewhere`: take them, too, where the line table
+    has their whole path and their name is that of a source file. Files are left out that have
+    changed since a kernel was built, so that a line that the kernel names is gone, empty or a
+    comment.
     """
     named: dict[str, set[int]] = defaultdict(set)
     for kernel in kernels:
@@ -175,8 +181,10 @@ def read_sources(kernels: Iterable[Kernel], root: Path) -> dict[str, str]:
     folder = root.resolve()
     for name, numbers in sorted(named.items()):
         path = root / name
-        is_inside = not Path(name).is_absolute() and path.resolve().is_relative_to(folder)
-        if is_inside and path.is_file():
+        is_absolute = Path(name).is_absolute()
+        is_inside = not is_absolute and path.resolve().is_relative_to(folder)
+        is_wanted = is_inside or (elsewhere and is_absolute and path.suffix in _SOURCE_SUFFIXES)
+        if is_wanted and path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
             if not _is_out_of_date(text, numbers):
                 found[name] = text
@@ -234,6 +242,7 @@ def kernel_data(page: PageKernel) -> dict[str, Any]:
         "cost": [costs[i.cost] for i in instructions],
         "target": [_target(i, len(instructions)) for i in instructions],
         "idle": [int(kind not in WORK) for kind in buckets(instructions)],
+        "spill": [int(i.is_spill) for i in instructions],
     }
     ptx = _ptx_data(page, _ptx_lines(kernel), chains)
     return {

@@ -52,6 +52,7 @@ function describe(name, key) {
     if (CONTROL.write(c) !== 7) words.push(`raises ${CONTROL.write(c)} until its result is written`);
     if (CONTROL.read(c) !== 7) words.push(`raises ${CONTROL.read(c)} until its operands are read`);
     if (CONTROL.yields(c)) words.push("may yield");
+    if (sass.spill[at]) words.push("spills a register, or brings one back");
     if (sass.live[at] >= 0) words.push(`${sass.live[at]} registers live`);
     const pipe = index.pipes[sass.pipe[at]];
     const cost = data.costs[sass.cost[at]];

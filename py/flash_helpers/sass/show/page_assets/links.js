@@ -53,7 +53,7 @@ const parsed = (id) => JSON.parse(byId(id)?.textContent ?? "null");
 
 const NOTHING = {
   files: [], main: 0, chains: [], costs: [], groups: [], blocks: [], loops: [],
-  sass: { text: [], control: [], live: [], ptx: [], chain: [], loop: [], group: [], pipe: [], cost: [], target: [], idle: [] },
+  sass: { text: [], control: [], live: [], ptx: [], chain: [], loop: [], group: [], pipe: [], cost: [], target: [], idle: [], spill: [] },
   ptx: { line: [], text: [], chain: [], isInstruction: [], loop: -1, note: "" },
 };
 const parts = new Map(); // file of a pane to what it holds

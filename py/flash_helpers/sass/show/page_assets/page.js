@@ -53,7 +53,8 @@ function showNow(number, keep) {
     `${isOld(value) ? ` (${escaped(index.kernels[parent.number].name)})` : ""}</option>`).join("");
   byId("file").hidden = !files.length;
   const same = kernel.files.indexOf(path);
-  file = String(same >= 0 ? same : kernel.main);
+  const withText = [kernel.main, ...kernel.files.keys()].find((n) => index.sources[kernel.files[n]]);
+  file = String(same >= 0 ? same : withText ?? kernel.main);
   byId("file").value = file;
   showNotes();
   showFilter();
@@ -65,7 +66,7 @@ function showNow(number, keep) {
 }
 
 function showNotes() {
-  pane.ptx.note.textContent = kernel.ptx.note;
+  pane.ptx.note.textContent = pane.ptx.note.title = kernel.ptx.note;
   pane.sass.note.textContent = hasArrived("sass") ? `${kernel.sass.text.length} instructions` : "";
 }
 
@@ -171,6 +172,7 @@ for (const name of PANES) {
   });
   code.addEventListener("mouseleave", () => { if (!pinned) light(emptyLinks()); });
   for (const way of ["focusin", "click"]) pane[name].root.addEventListener(way, () => setActive(name));
+  pane[name].root.addEventListener("click", () => pane[name].root.classList.remove("folded"));
   code.addEventListener("click", (event) => {
     const target = event.target.closest(".target");
     const key = target ? target.dataset.target : event.target.closest("[data-key]")?.dataset.key;

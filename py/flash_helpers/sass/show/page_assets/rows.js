@@ -174,7 +174,7 @@ function render(name) {
   let n = html.length;
   let folded = 0;
   let before = " "; // the mark above
-  const fold = () => {
+  const showFold = () => {
     if (folded) html.push(`<div class="row fold">⋯ ${folded} lines${filter === "changes" ? " alike" : ""}</div>`);
     n += folded ? 1 : 0;
     before = folded ? " " : before;
@@ -182,7 +182,7 @@ function render(name) {
   };
   rows.forEach((row, r) => {
     if (!shown[r] && !pale) { folded++; return; }
-    fold();
+    showFold();
     const parts = row.cells.map((cell) => cell && {
       key: key(...cell),
       text: text.call(LANGUAGE[name], cell[1] ? parent : kernel, ...cell),
@@ -200,7 +200,7 @@ function render(name) {
     const mark = `<span class="mark">${row.mark}</span>`;
     html.push(`<div class="row ${classes}" id="${name}-${last.key}" role="option" data-key="${last.key}" data-n="${n}">` +
       (split && parts.length > 1
-        ? parts.map((part) => (part ? `<div class="cell ${kind && `m-${kind}`} ${part.classes || ""}" data-key="${part.key}">${mark}${part.html}</div>`
+        ? parts.map((part) => (part ? `<div class="cell ${kind && `m-${kind}`} ${part.classes || ""}" data-key="${part.key}" title="${escaped(part.text)}">${mark}${part.html}</div>`
           : '<div class="cell"></div>')).join("")
         : mark + last.html) + "</div>");
     keys.push([...parts.filter(Boolean).map((part) => part.key), ...(row.also || []).map((cell) => key(...cell))]);
@@ -214,8 +214,9 @@ function render(name) {
     before = row.mark;
     n++;
   });
-  fold();
+  showFold();
   own.code.innerHTML = html.length ? `<div class="rows ${name}">${html.join("")}</div>` : emptyText(name);
+  fold(name, !rows.length && hasArrived(name) && !hasTextElsewhere(name));
   const elements = [...own.code.querySelectorAll(".row[data-key]")];
   own.rows.clear();
   elements.forEach((element, r) => keys[r].forEach((k) => own.rows.set(k, element)));
@@ -232,14 +233,25 @@ function render(name) {
   drawRulers();
 }
 
+// A pane with nothing to show leaves its room to the others; a click on what is left of it says why.
+function fold(name, isEmpty) {
+  const { root, code } = pane[name];
+  root.classList.toggle("folded", isEmpty);
+  root.title = isEmpty ? code.textContent : "";
+}
+
+// Of CUDA, another file may be in the page.
+const hasTextElsewhere = (name) => name === "cuda" &&
+  [...byId("file").options].some(({ value }) => index.sources[pathOf(value)]);
+
 function emptyText(name) {
   if (!hasArrived(name)) {
     const links = filesOfPane(kernel.number, name).map((path) => `<a href="${escaped(path)}">${escaped(path)}</a>`);
     return `<p class="empty">Not loaded: ${links.join(", ")}</p>`;
   }
   const why = {
-    cuda: kernel.files.length ? `The text of ${escaped(pathOf(file) || "")} is not in this page: it was made ` +
-      "where the repository's sources are not at hand, or have changed since the kernel was built."
+    cuda: kernel.files.length ? `The text of ${escaped(pathOf(file) || "")} is not in this page: when it was made, ` +
+      "there was no such file, or it had changed since the kernel was built."
       : "The cubin has no line table: compile with -lineinfo.",
     ptx: escaped(kernel.ptx.note),
     sass: "",
