@@ -13,6 +13,7 @@ from fake_backend import ROOT, load_tool
 from sass_text import ARCHITECTURES
 
 from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.measure.sass_commands import command_line, extract
 from flash_helpers.sass.show import clean_listing, listing_counts
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,8 @@ TOOLS = {
 } | {
     "tools/analysis/count_sass_instructions.sh": listing_counts.EXAMPLES,
     "tools/build/clean_asm.sh": clean_listing.EXAMPLES,
+    "python -m flash_helpers.sass": command_line.EXAMPLES,
+    "python -m flash_helpers.sass list": extract.LIST_EXAMPLES,
 }
 SECONDS = 120  # of the longest, all versions as a page, on two cores
 
@@ -49,7 +52,7 @@ def examples(text: str) -> list[str]:
     [(tool, command) for tool, text in TOOLS.items() for command in examples(text)],
 )
 def test_an_example_runs(tool: str, command: str, tmp_path: Path) -> None:
-    assert "tools/" in command
+    assert "tools/" in command or command.startswith("python -m ")
     for architecture in re.findall(r"\bsm_\d+\b(?!\.cubin)", command):
         if architecture not in ARCHITECTURES:
             pytest.skip(f"the library is not built for {architecture}")
@@ -76,3 +79,52 @@ def test_an_example_runs(tool: str, command: str, tmp_path: Path) -> None:
 
 def test_each_of_these_tools_has_several() -> None:
     assert all(examples(text) for text in TOOLS.values())
+
+
+class TestFrontDoor:
+    """python -m flash_helpers.sass."""
+
+    def test_names_its_commands(self, capsys) -> None:
+        with pytest.raises(SystemExit) as stop:
+            command_line.main(["--help"])
+        assert stop.value.code == 0
+        out = capsys.readouterr().out
+        assert all(f"\n  {name} " in out for name in command_line.COMMANDS)
+
+    @pytest.mark.parametrize("name", command_line.COMMANDS)
+    def test_a_command_has_help_with_examples_of_its_own(self, name: str, capsys) -> None:
+        with pytest.raises(SystemExit) as stop:
+            command_line.main([name, "--help"])
+        assert stop.value.code == 0
+        out = capsys.readouterr().out
+        assert examples(out)
+        assert all(f"python -m flash_helpers.sass {name} " in text for text in examples(out))
+
+    @pytest.mark.parametrize(
+        "arguments", [[], ["nix"], ["list"], ["report", "--nix"], ["extract", "f", "--arch", "x"]]
+    )
+    def test_wrong_usage_ends_with_2(self, arguments: list[str], capsys) -> None:
+        with pytest.raises(SystemExit) as stop:
+            command_line.main(arguments)
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("python -m flash_helpers.sass")
+
+    @pytest.mark.parametrize("name", ["list", "report", "compare", "extract"])
+    def test_a_file_that_is_no_machine_code_ends_with_2(
+        self, name: str, root: Path, capsys
+    ) -> None:
+        assert command_line.main([name, str(root / "README.md")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "README.md is not an ELF file" in line
+
+    def test_prints_what_the_tools_print(self, root: Path, capsys) -> None:
+        file = str(root / "examples/own_kernel/row_softmax.sm_90.cubin")
+        for name, tool, options in (
+            ("list", "tools/build/extract_sass.py", ["--list"]),
+            ("report", "tools/analysis/sass_report.py", []),
+        ):
+            assert load_tool(tool).main([file, *options]) == 0
+            expected = capsys.readouterr().out
+            assert command_line.main([name, file]) == 0
+            assert capsys.readouterr().out == expected

@@ -39,6 +39,17 @@ def make_parser(
     )
 
 
+def make_command_parser(
+    description: str, examples: str, program: str, command: str
+) -> argparse.ArgumentParser:
+    """The parser of a program that is a command of another one, too.
+
+    `program`: the program as the examples call it. `command`: what the user called.
+    """
+    prog = None if command == program else command
+    return make_parser(description, examples.replace(program, command), prog)
+
+
 def add_commit_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--commit`, for the provenance of what is measured."""
     parser.add_argument(

@@ -804,6 +804,17 @@ def load_results(path: Path) -> BenchmarkResults:
     return BenchmarkResults.load(path)
 
 
+def results_for(path: Path | None, root: Path) -> BenchmarkResults | None:
+    """The results in a file; without a path those of the repository at `root`, if they exist.
+
+    Raises as `load_results` does.
+    """
+    if path is not None:
+        return load_results(path)
+    path = root / RESULTS
+    return load_results(path) if path.is_file() else None
+
+
 def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
     """Results that tables, plots and pages show for each family, by the family's name. All are of
     one GPU: the given results, or a family's own file FAMILY_GPU.json of that GPU below `root`.
