@@ -18,7 +18,7 @@ ROOMS = (
     *("count", "machine", "instructions", "execute"),
 )
 """The rooms of the simulator; each imports only those before it."""
-COMMAND_LINES = ("ptx.__main__",)
+COMMAND_LINES = ("ptx.__main__", "sass.__main__")
 """Modules that `python -m` runs: each hands over to the room that has its command line."""
 KNOWN = {"ptx": (), "sass": ("ptx.read", "ptx.errors")}
 """Rooms for anybody's kernels, and what they import besides gpu, console and themselves."""
