@@ -320,7 +320,7 @@ class TestSharedMemory:
         with pytest.raises(RaceError, match=r"read by wgmma of warpgroup 0 at .*\n.*going on"):
             snippet(self.MULTIPLY + late + WAIT).run()
         unclosed = self.MULTIPLY.replace(COMMIT, "") + WAIT + late
-        with pytest.raises(RaceError, match="no wgmma.commit_group stands between"):
+        with pytest.raises(RaceError, match=r"no wgmma\.commit_group stands between"):
             snippet(unclosed).run()
         snippet(self.MULTIPLY + WAIT + late).run()
 
