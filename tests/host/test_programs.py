@@ -20,7 +20,7 @@ from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchai
 from flash_helpers.host import command_line
 from flash_helpers.host.errors import HostError
 from flash_helpers.host.launches import Options
-from flash_helpers.host.program import check_program, compiled
+from flash_helpers.host.program import check_functions, check_program, compiled
 from flash_helpers.host.run import Ended, run_program
 from flash_helpers.host.stub_library import FOLDER_VARIABLE, stub_library
 
@@ -199,6 +199,12 @@ class TestCommandLine:
         assert command_line.main(arguments) == 0
         assert capfd.readouterr().out == "3\ntwo\n"
 
+    def test_relocatable_device_code_is_told(self, program, tmp_path, capfd) -> None:
+        source = tmp_path / "one.cu"
+        source.write_text("__global__ void k() {}\nint main() { k<<<1, 1>>>(); }\n")
+        assert command_line.main(["run", str(source), "--", "-rdc=true"]) == 2
+        assert "leave -rdc=true out" in capfd.readouterr().err
+
     def test_errors_of_the_compiler_are_wrong_usage(self, program, tmp_path, capfd) -> None:
         source = tmp_path / "one.cu"
         source.write_text("int main() { return missing; }\n")
@@ -261,10 +267,26 @@ class TestPrograms:
         with pytest.raises(HostError, match="does not use CUDA"):
             check_program(self.linked(tmp_path, ""), toolchain)
 
+    def library(self, path: Path, text: str, *options: str) -> Path:
+        """A shared library of C."""
+        command = ["cc", "-shared", "-x", "c", "-", "-o", path, *options]
+        subprocess.run(command, input=text, text=True, check=True)
+        return path
+
+    def test_a_function_that_no_header_declares_is_named(self, toolchain, tmp_path) -> None:
+        (tmp_path / "stub").mkdir()
+        self.library(tmp_path / "stub/libcudart.so", "void cudaMalloc() {}")
+        whole = self.library(
+            tmp_path / "whole.so", "void cudaMalloc() {} void cudaGLSetGLDevice() {}"
+        )
+        text = "void cudaGLSetGLDevice(); void cudaMalloc();\n"
+        text += "void f() { cudaMalloc(); cudaGLSetGLDevice(); }"
+        program = self.linked(tmp_path, text, str(whole))
+        with pytest.raises(HostError, match="uses cudaGLSetGLDevice, which the stub lacks"):
+            check_functions(program, tmp_path / "stub")
+
     def test_a_runtime_of_another_cuda_is_told(self, toolchain, tmp_path) -> None:
-        library = tmp_path / "libcudart.so"
-        soname = "-Wl,-soname,libcudart.so.11"
-        subprocess.run(["cc", "-shared", "-x", "c", "/dev/null", soname, "-o", library], check=True)
+        self.library(tmp_path / "libcudart.so", "", "-Wl,-soname,libcudart.so.11")
         program = self.linked(tmp_path, "", "-Wl,--no-as-needed", f"-L{tmp_path}", "-lcudart")
         with pytest.raises(HostError, match=r"libcudart\.so\.11, and the stub is made for CUDA"):
             check_program(program, toolchain)

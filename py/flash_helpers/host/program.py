@@ -11,6 +11,7 @@ from pathlib import Path
 from elftools.common.exceptions import ELFError
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.console.file_kinds import FileKind, kind_of
@@ -18,6 +19,8 @@ from flash_helpers.console.progress import task
 from flash_helpers.host.errors import HostError
 
 _RUNTIME = re.compile(r"libcudart\.so\.(\d+)")
+_OF_LINKED_CODE = "__cudaRegisterLinkedBinary"
+_FUNCTION = re.compile(r"(__cuda|cuda|cu)[A-Z]\w*")
 _RELINK = "link it with nvcc -cudart shared"
 
 
@@ -44,6 +47,11 @@ def compiled(
     ]
     with task(f"compiling {source.name}"):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if _OF_LINKED_CODE in result.stderr:
+        raise HostError(
+            f"{source} is compiled with -rdc=true, which makes machine code of its kernels: the "
+            "simulator runs PTX, leave -rdc=true out"
+        )
     if result.returncode:
         raise HostError(f"{source} does not compile:\n{(result.stderr or result.stdout).strip()}")
     return program
@@ -72,6 +80,23 @@ def check_program(path: Path, toolchain: Toolchain) -> None:
         raise HostError(f"{path} {static}: {_RELINK}")
     if not os.access(path, os.X_OK):
         raise HostError(f"{path} cannot be executed: chmod +x it, or give a program")
+
+
+def check_functions(path: Path, stub: Path) -> None:
+    """Refuses a program that names functions of CUDA which no header declares, and the stub lacks.
+    Raises HostError."""
+    needed, there = (_symbols(file) for file in (path, stub / "libcudart.so"))
+    lacking = sorted(n for n in needed - there if _FUNCTION.fullmatch(n))
+    if lacking:
+        raise HostError(f"{path} uses {', '.join(lacking)}, which the stub lacks: do without")
+
+
+def _symbols(path: Path) -> set[str]:
+    """Names of the symbols for the dynamic linker."""
+    with path.open("rb") as file:
+        table = ELFFile(file).get_section_by_name(".dynsym")
+        symbols = table.iter_symbols() if isinstance(table, SymbolTableSection) else ()
+        return {symbol.name for symbol in symbols}
 
 
 def _linked(path: Path) -> tuple[list[str], set[str]]:

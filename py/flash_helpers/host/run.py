@@ -18,7 +18,7 @@ from flash_helpers.host.device import SimulatedDevice
 from flash_helpers.host.errors import HostError
 from flash_helpers.host.launches import FinishedLaunch, LaunchFault, Options
 from flash_helpers.host.memory import SharedMemory
-from flash_helpers.host.program import check_program, compiled
+from flash_helpers.host.program import check_functions, check_program, compiled
 from flash_helpers.host.session import Session
 from flash_helpers.host.stub_library import stub_library
 from flash_helpers.host.wire import Connection
@@ -67,6 +67,8 @@ def run_program(
         stub = stub_library(toolchain, folder)
         if is_source:
             file = compiled(file, target, nvcc_options, toolchain, stub, folder)
+        else:
+            check_functions(file, stub)
         memory = SharedMemory()
         try:
             session = Session(device, memory, folder, options)
