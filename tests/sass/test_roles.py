@@ -407,11 +407,10 @@ def test_roles_share_the_pipes_of_an_sm():
     assert report_json(report)["together"] == dict(found)
 
 
-def test_blocks_of_odd_warps_are_spread_over_the_sub_partitions():
-    # two blocks of 10 warps: which sub-partition the second begins with is not known
-    facts = facts_of(kernel(THREE, registers=64), threads=320)
-    assert facts.resident_blocks > 1 and facts.together is not None
-    assert facts.together["xu"] == facts.resident_blocks * (1 + 4) * 2.0
+def test_several_blocks_are_taken_to_be_spread_over_the_sub_partitions():
+    facts = facts_of(kernel(THREE, registers=64))
+    assert facts.resident_blocks == 2 and facts.together is not None
+    assert facts.together["xu"] == 2 * (1 + 4) * 2.0
 
 
 def test_without_all_roles_there_is_no_sum_of_them():

@@ -7,8 +7,9 @@ known, and the sums are those of one iteration of each.
 A warp issues from one of the SM's four sub-partitions, which it never leaves, and most pipes are
 split among them: roles of unequal size leave some idle while others queue. Warp w of a block issues
 from the sub-partition of warp w mod 4. On an H100, with blocks of 10 and of 12 warps, ex2.approx in
-warp 0 takes twice as long if warp 4 or 8 executes it too, and no longer with any other warp. So the
-share of each sub-partition is known if there is one block, or if each has a multiple of four warps.
+warp 0 takes twice as long if warp 4 or 8 executes it too, and no longer with any other warp. The
+blocks of an SM begin in different sub-partitions: warps 0 of four blocks of 12 warps do not slow
+each other. So the sub-partitions are told apart for one block only.
 """
 
 from __future__ import annotations
@@ -43,10 +44,8 @@ def together(kernel: Kernel, roles: Sequence[Role], blocks: int) -> Mapping[str,
         for name, cycles in {**bound.pipes, ISSUE: bound.issue}.items():
             for warp in role.warps:
                 asked[name][warp % SUB_PARTITIONS] += cycles
-    warps = sum(len(role.warps) for role in roles)
-    is_known = blocks == 1 or warps % SUB_PARTITIONS == 0
     found = {LATENCY: latency}
     for name, each in asked.items():
-        shared = is_known and name in _OF_SUB_PARTITIONS
+        shared = blocks == 1 and name in _OF_SUB_PARTITIONS
         found[name] = blocks * (SUB_PARTITIONS * max(each) if shared else sum(each))
     return dict(sorted(found.items(), key=lambda item: -item[1]))
