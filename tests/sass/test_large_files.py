@@ -44,11 +44,11 @@ def disassembled(monkeypatch, tmp_path: Path, answers: dict) -> list[str]:
     asked = []
     real = reader.disassemble
 
-    def disassemble(tools, batch, folder, live):
+    def disassemble(tools, batch, folder):
         symbols = tuple(request.kernel.symbol for request in batch.requests)
         asked.extend(symbols)
         if symbols not in answers:
-            answers[symbols] = real(tools, batch, folder, live)
+            answers[symbols] = real(tools, batch, folder)
         return answers[symbols]
 
     monkeypatch.setattr(reader, "disassemble", disassemble)
@@ -128,11 +128,11 @@ class TestWhatCannotBeDisassembled:
         real, asked = reader.disassemble, []
 
         def plant(architecture: str, why: str) -> list[str]:
-            def disassemble(tools, batch, folder, live):
+            def disassemble(tools, batch, folder):
                 asked.append(batch.requests[0].cubin.architecture)
                 if any(r.cubin.architecture == architecture for r in batch.requests):
                     raise SassError(why)
-                return real(tools, batch, folder, live)
+                return real(tools, batch, folder)
 
             monkeypatch.setattr(reader, "disassemble", disassemble)
             return asked

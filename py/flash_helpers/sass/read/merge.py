@@ -1,10 +1,9 @@
 """Kernels of several cubins merged into one, so that nvdisasm starts once for all of them: a start
 takes a third of a second, a kernel milliseconds.
 
-Only kernels whose code stands for itself can be moved like this: `CubinKernel.self_contained`. Of
-their attributes, COOP_GROUP_INSTR_OFFSETS (0x28) tells nvdisasm where registers are live in all
-lanes, so they move along. The tests check that nvdisasm prints the same for merged kernels as for
-their own cubins.
+Only kernels whose code stands for itself can be moved like this: `CubinKernel.self_contained`.
+Their attributes move along, since nvdisasm puts labels where these name instructions. The tests
+check that nvdisasm prints the same for merged kernels as for their own cubins.
 """
 
 from __future__ import annotations
