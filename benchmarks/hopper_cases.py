@@ -171,6 +171,20 @@ def gemm_a_registers(m: int, n: int, k: int) -> Case:
     )
 
 
+def epilogue(lanes: str, tiles_down: int, tiles_across: int) -> Case:
+    """Case of an epilogue whose stores are issued by "one_lane" or by "all_lanes" of a warp."""
+    rows, columns = np.indices((64 * tiles_down, 64 * tiles_across))
+    C = np.zeros(rows.shape, np.uint16)
+    return Case(
+        *("hopper_epilogue", f"epilogue_{lanes}", (tiles_down, 1, 1), 128, {"C": C}),
+        arguments=(tiles("C", C, "bf16", 64, 64), i32(tiles_across)),
+        output="C",
+        expected=bits((rows + 2 * columns) % 251, "bf16"),
+        dtype="bf16",
+        shared_bytes=2 * 8192,
+    )
+
+
 def gemm_cluster(dtype: str, m: int, n: int, k: int, clusters: int) -> Case:
     """Case of the GEMM by clusters of two blocks, each of which takes tile after tile."""
     A, B = normal(m, dtype, m, k), normal(n, dtype, n, k)

@@ -83,6 +83,7 @@ OUTPUTS = {
     "benchmarks/mma_cycles.py": ["--json"],
     "benchmarks/shared_wavefronts.py": ["--json"],
     "benchmarks/simulator.py": ["--json"],
+    "benchmarks/simulator_speed.py": ["--json"],
     "tools/analysis/check_counts.py": ["--json", "--raw"],
     "tools/analysis/check_resources.py": ["--baseline"],
     "tools/analysis/compare_kernels.py": ["--html"],
