@@ -284,7 +284,7 @@ class Phases:
             found = self.objects.get(where)
             if found is None:
                 continue
-            for value in np.unique(values[chosen]).tolist():
+            for value in _distinct(values[chosen]):
                 try:
                     is_over = _is_over(found.state, value, parity)
                 except MbarrierMisuse:
@@ -336,7 +336,7 @@ class Phases:
             found = self.find(position, lanes[chosen], where)
             if found is None:
                 continue
-            for value in np.unique(values[chosen]).tolist():
+            for value in _distinct(values[chosen]):
                 mine = chosen[values[chosen] == value]
                 with self._reported(position, int(lanes[mine[0]]), where):
                     complete[mine] = _is_over(found.state, value, parity)
@@ -443,6 +443,11 @@ class Phases:
 
 def _is_over(state: Mbarrier, value: int, parity: bool) -> bool:
     return state.is_complete_parity(value) if parity else state.is_complete(value)
+
+
+def _distinct(values: np.ndarray) -> list[int]:
+    """The different values."""
+    return values[:1].tolist() if (values == values[0]).all() else np.unique(values).tolist()
 
 
 def _groups(places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -314,13 +314,10 @@ class Warpgroups:
 
     def _end_reads(self, owner: int, limit: int) -> None:
         """Ends the reads of groups before a limit."""
-        left = []
-        for group, access in self._reads[owner]:
-            if group < limit:
-                self._over[owner] = self.shared.agents.end(access).known[0, access.agent]
-            else:
-                left.append((group, access))
-        self._reads[owner] = left
+        over = [access for group, access in self._reads[owner] if group < limit]
+        if over:
+            self._over[owner] = self.shared.agents.end_reads(over)
+            self._reads[owner] = [each for each in self._reads[owner] if each[0] >= limit]
 
     # -- what they compute -------------------------------------------------------------------------
 

@@ -139,6 +139,23 @@ class AgentWatch:
         self._ended[access.agent, access.block] = self.order.now, access
         return self.order.agent_knowledge(access.agent, access.issued)
 
+    def end_reads(self, accesses: Sequence[AgentAccess]) -> int:
+        """Ends reads of one agent; returns the time up to which lanes know the agent that have
+        waited for them."""
+        codes, now = self.marks.agent_reads[accesses[0].agent], self.order.now
+        sizes = [access.granules.size for access in accesses]
+        granules = np.concatenate([access.granules for access in accesses])
+        begun = np.repeat([access.code for access in accesses], sizes)
+        ended = np.repeat([self.marks.code(access.position) for access in accesses], sizes)
+        # A later access may have marked some of the granules.
+        mine = codes[granules] == begun
+        codes[granules[mine]] = ended[mine]
+        for access in accesses:
+            self.forget(access)
+            self._ended[access.agent, access.block] = now, access
+        self.order.now += 1
+        return now
+
     def end_for_lanes(self, access: AgentAccess) -> None:
         """Ends the read of an agent of lanes, which have all waited for it."""
         self._mark_end(access)
@@ -237,10 +254,13 @@ class AgentWatch:
         codes[codes == UNWRITTEN] = 0
         if not codes.any():
             return
+        writers = self.marks.writer[access.granules]
+        if (codes == codes[:, :1]).all() and (writers == writers[:, :1]).all():
+            # Each access finds what one write left, as tiles are: one granule stands for all.
+            codes, writers = codes[:, :1], writers[:, :1]
         by_agent = codes & BY_AGENT != 0
         codes &= ~BY_AGENT
         times = codes >> SITE_BITS
-        writers = self.marks.writer[access.granules]
         places = np.where(by_agent, 0, writers)
         known = self.order.lanes_in(access.known, places)
         visible = self.order.lanes_in(access.visible, places)
@@ -284,7 +304,8 @@ class AgentWatch:
 
     def _check_history(self, access: _Accesses, history: History) -> None:
         """Checks accesses by agents against those of one kind by lanes."""
-        if not history.newest:
+        # What all lanes know is no race; whether agents see it is another question.
+        if history.newest <= (self.marks.floor if history.action == "read" else 0):
             return
         for warp in range(self.geometry.warps_per_cluster):
             index = warp * self.marks.written.size + access.granules

@@ -200,6 +200,13 @@ class Order:
             return self._table[0, self._row_of[warp], agents[:, :, None]].min(axis=2)
         return self._table[0, self._row_of[lanes][:, None], agents]
 
+    def _rows_of(self, lanes: np.ndarray) -> np.ndarray:
+        """The rows of lanes, those of neighbours once."""
+        rows = self._row_of[lanes]
+        if rows.size > 1:
+            rows = rows[np.concatenate([_FIRST, rows[1:] != rows[:-1]])]
+        return rows
+
     def _one_a_row(self, lanes: np.ndarray) -> np.ndarray:
         return lanes[np.unique(self._row_of[lanes], return_index=True)[1]]
 
@@ -229,7 +236,7 @@ class Order:
         """As `knowledge`, for a relaxed arrival of lanes, which releases nothing itself: the
         content is what their last fences have released, and which blocks have begun."""
         known = np.zeros(self._table.shape[::2], np.int64)
-        rows = np.unique(self._row_of[lanes])
+        rows = self._rows_of(lanes)
         known[0, self._begun] = self._table[0, rows[:, None], self._begun].max(axis=0)
         if self._fenced is not None:
             known = np.maximum(known, self._of_lanes(self._fenced)[:, lanes].max(axis=1))
@@ -241,7 +248,7 @@ class Order:
         if lanes.size == 1:
             return self.knowledge(lanes)
         self._tell_of_mates(lanes)
-        known = self._table[:, np.unique(self._row_of[lanes])]
+        known = self._table[:, self._rows_of(lanes)]
         if known.shape[1] > 1:
             self._spread_to_lanes(known)
         self.now += 1
@@ -277,7 +284,7 @@ class Order:
     def arrive(self, lanes: np.ndarray) -> Knowledge:
         """The knowledge of the warps of one block whose lanes arrive at a barrier, with their own
         accesses."""
-        warps = np.unique(lanes // WARP)
+        warps = lanes // WARP
         return self._taken(lanes, self._own[1][warps])
 
     def release(self, arrived: Sequence[Knowledge], lanes: np.ndarray) -> None:
@@ -341,7 +348,7 @@ class Order:
     def _taken(self, lanes: np.ndarray, columns: np.ndarray) -> Knowledge:
         """The knowledge that a release takes from lanes. `columns`: columns of the lanes' own
         accesses."""
-        known = self._table[:, np.unique(self._row_of[lanes])].max(axis=1)
+        known = self._table[:, self._rows_of(lanes)].max(axis=1)
         known[0, columns] = self.now
         fenced = None if self._fenced is None else self._fenced[:, lanes].max(axis=1)
         # The accesses of a lane after it arrived without waiting are not part of its knowledge.
@@ -350,7 +357,7 @@ class Order:
 
     def _learn(self, lanes: np.ndarray, knowledge: Knowledge) -> None:
         self._table = _fit(self._table, (len(knowledge.known), 0, 0))
-        rows = np.unique(self._row_of[lanes])
+        rows = self._rows_of(lanes)
         _raise_to(self._table, rows, knowledge.known)
         if knowledge.fenced is not None:
             self._fenced = self._of_lanes(self._fenced)
@@ -428,7 +435,7 @@ class Order:
             self._give_columns(self._place[alone])
             self._give_rows(alone)
             self._tell_of_mates(alone)
-        rows = np.unique(self._row_of[lanes])
+        rows = self._rows_of(lanes)
         whole = _lanes_of_warps(warps)
         for plane in planes:
             table = self._table[plane]
@@ -601,6 +608,7 @@ class Order:
 
 
 _BITS = np.arange(WARP)
+_FIRST = np.ones(1, bool)
 
 
 def _lanes_of_warps(warps: np.ndarray) -> np.ndarray:
