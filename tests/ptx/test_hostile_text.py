@@ -36,7 +36,7 @@ def launch(body: str, before: str = "", parameters: str = "", **options: object)
 def nested_loops(depth: int) -> str:
     heads = "".join(f"L{i}: add.u32 %a, %a, 1;\n" for i in range(depth))
     ends = "".join(f"setp.lt.u32 %p, %a, 9; @%p bra L{i};\n" for i in reversed(range(depth)))
-    return heads + ends
+    return f"mov.u32 %a, 0;\n{heads}{ends}"
 
 
 def inlined(depth: int) -> str:
@@ -194,7 +194,7 @@ class TestRuns:
 
     def test_loops_beside_each_other(self) -> None:
         loops = "".join(f"L{i}: setp.ne.u32 %p, %a, %a; @%p bra L{i};\n" for i in range(5000))
-        launch(loops)
+        launch("mov.u32 %a, 0;\n" + loops)
 
     def test_an_indexed_branch_beyond_its_list_is_out_of_bounds(self) -> None:
         body = "mov.u32 %a, %tid.x; ts: .branchtargets A, B;\nbrx.idx %a, ts; A: B:"

@@ -58,6 +58,8 @@ class TestStmatrix:
         shl.b32 %row, %thread, 5;
         stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%row], {{0}};
         bar.warp.sync -1;
+        mov.b64 {{{{%o0, %o1}}}}, 0;
+        mov.b64 {{{{%o2, %o3}}}}, 0;
         setp.lt.u32 %gives, %thread, {8 * count};
         @%gives ld.shared.v4.b32 {{o}}, [%row];
         """
@@ -464,6 +466,7 @@ class TestWmma:
         ]
         operation = "xor.popc." if type_name == "b1" else ""
         body = f"""
+        mov.b64 {{%d0, %d1}}, 0;
         wmma.load.a.sync.aligned.row.m8n8k{k}.global.{type_name} {{%fa}}, [%a], {k};
         wmma.load.b.sync.aligned.col.m8n8k{k}.global.{type_name} {{%fb}}, [%b], {k};
         wmma.mma.{operation}sync.aligned.row.col.m8n8k{k}.s32.{type_name}.{type_name}.s32
