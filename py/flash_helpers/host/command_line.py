@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.tables import Table, json_text, number, records_csv
-from flash_helpers.host.check import check_file
 from flash_helpers.host.errors import HostError
-from flash_helpers.host.launches import FinishedLaunch, Options
-from flash_helpers.host.run import run_program
 from flash_helpers.ptx.errors import PtxError
+
+if TYPE_CHECKING:
+    from flash_helpers.host.launches import FinishedLaunch
 
 PROG = "python -m flash_helpers.ptx"
 
@@ -101,12 +102,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from flash_helpers.host.check import check_file  # NumPy: the help does not wait for it
+
     text, is_refused = check_file(arguments.file)
     print_text(text)
     return int(is_refused)
 
 
 def _run(arguments: argparse.Namespace, nvcc_options: list[str]) -> int:
+    from flash_helpers.host.launches import Options
+    from flash_helpers.host.run import run_program
+
     counts = arguments.command == "count"
     ended = run_program(
         arguments.file,
