@@ -26,9 +26,9 @@ min.s16x2 u32 u32 u32 | max.u16x2 u32 u32 u32 | mul.hi.s64 u64 u64 u64
 mad.lo.u64 u64 u64 u64 u64 | dp4a.s32.u32 s32 s32 u32 s32 | dp2a.hi.s32.s32 s32 s32 s32 s32
 sad.s32 s32 s32 s32 s32 | div.s32 s32 s32 s32 | rem.s32 s32 s32 s32 | div.u64 u64 u64 u64
 rem.s64 u64 u64 u64 | shf.l.clamp.b32 u32 u32 u32 u32 | shf.r.wrap.b32 u32 u32 u32 u32
-shl.b32 u32 u32 u32 | shr.s64 u64 u64 u32 | bfe.s32 s32 s32 u32 u32 | bfe.u64 u64 u64 u32 u32
+shl.b32 u32 u32 u32 | shr.s64 u64 u64 u32 | bfe.s32 s32 s32 u32 u32 | bfe.u64 u64 u64 small small
 bfi.b32 u32 u32 u32 u32 u32 | bmsk.clamp.b32 u32 u32 u32 | bmsk.wrap.b32 u32 u32 u32
-szext.clamp.s32 s32 s32 u32 | szext.wrap.u32 u32 u32 u32 | fns.b32 u32 u32 lane s32
+szext.clamp.s32 s32 s32 u32 | szext.wrap.u32 u32 u32 u32 | fns.b32 u32 u32 lane small
 bfind.shiftamt.s32 u32 s32 | prmt.b32.f4e u32 u32 u32 u32 | prmt.b32.ecr u32 u32 u32 u32
 prmt.b32 u32 u32 u32 u32 | add.rn.f32 f32 f32 f32 | add.rz.ftz.f32 f32 f32 f32
 sub.rm.f32 f32 f32 f32 | mul.rp.f32 f32 f32 f32 | add.sat.f32 f32 f32 f32
@@ -51,7 +51,9 @@ set.ge.f16x2.f16x2 f16x2 f16x2 f16x2 | set.neu.bf16x2.bf16x2 bf16x2 bf16x2 bf16x
 set.nan.ftz.u32.f32 u32 f32 f32 | slct.ftz.u32.f32 u32 u32 u32 f32 | slct.b64.s32 u64 u64 u64 s32
 cvt.sat.s32.u32 s32 u32 | cvt.rni.s32.f32 s32 f32 | cvt.rpi.ftz.s32.f32 s32 f32
 cvt.rzi.u32.f32 u32 f32 | cvt.rmi.s64.f32 u64 f32 | cvt.rzi.u64.f64 u64 f64
-cvt.rzi.s32.f64 s32 f64 | cvt.rn.f32.s32 f32 s32 | cvt.rz.sat.f32.s32 f32 s32
+cvt.rzi.s32.f64 s32 f64
+cvt.rzi.u32.f64 u32 f64 | rem.u32 u32 u32 u32 | add.rm.f32 f32 f32 f32 | fma.rm.f32 f32 f32 f32 f32
+cvt.rn.f32.s32 f32 s32 | cvt.rz.sat.f32.s32 f32 s32
 cvt.rp.f32.u64 f32 u64 | cvt.rn.f64.u64 f64 u64 | cvt.rni.ftz.sat.f32.f32 f32 f32
 cvt.rn.f32.f64 f32 f64 | cvt.rm.ftz.sat.f32.f64 f32 f64 | cvt.ftz.f64.f32 f64 f32
 cvt.rna.tf32.f32 u32 finite | cvt.rn.relu.tf32.f32 u32 finite
@@ -93,9 +95,9 @@ BODIES = {
     "ld.global.b32 %d0, [%w+8]; ld.global.b32 %t, [%w+12]; add.u32 %d0, %d0, %t;",
     "div.approx of large divisors": "or.b32 %t, %b0, 0x7F000000; and.b32 %t, %t, 0xFF7FFFFF;"
     "and.b32 %d0, %a0, 0xBFFFFFFF; div.approx.f32 %d0, %d0, %t;",
-    "wide registers": ".global .align 16 .b32 word[2048]; mov.b64 %w, {%a0, %b0};"
-    "mov.b64 %v, word; mad.wide.u32 %v, %thread, 4, %v;"
-    "st.global.f32 [%v], %w; ld.global.f32 %w, [%v]; mov.b64 {%t, %d0}, %w; add.u32 %d0, %d0, %t;",
+    "wide registers": ".global .align 16 .b32 word[2048]; mov.b64 %v, word;"
+    "mad.wide.u32 %v, %thread, 4, %v; st.global.b32 [%v], %a0; mov.b64 %w, -1;"
+    "ld.global.f32 %w, [%v]; mov.b64 {%t, %d0}, %w; add.u32 %d0, %d0, %t;",
 }  # fmt: skip
 
 FLOATS = {"f32": np.float32, "f64": np.float64, "f16x2": np.float16, "finite": np.float32}
@@ -106,6 +108,8 @@ def edges(type_name: str, rng: np.random.Generator) -> np.ndarray:
     count, size = WARPS * WARP, 8 if type_name.endswith("64") else 4
     if type_name == "lane":
         return (np.arange(count) % WARP).astype(np.uint32)
+    if type_name == "small":
+        return rng.integers(0, 70, count, np.uint32)
     if type_name not in FLOATS and type_name != "bf16x2":
         few = [0, 1, 2, 3, 5, 31, 32, 33, 40, 127, 128, 255, 0x7FFF, 0x8000, 0x7FFFFF, -1, -2, -128]
         few += [(1 << (8 * size - 1)) - 1, -(1 << (8 * size - 1))]

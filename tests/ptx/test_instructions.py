@@ -229,6 +229,8 @@ CONVERSIONS = [
      [2, 4, -2, 0, MAX32, MIN32]),
     ("cvt.rzi.u32.f32", "f32", [2.9, -1.0, 5e9], "u32", [2, 0, 2**32 - 1]),
     ("cvt.rmi.s32.f32", "f32", [-2.1], "s32", [-3]),
+    ("cvt.rzi.s32.f64", "f64", [NAN, 3.5, 1e20], "s32", [MIN32, 3, MAX32]),
+    ("cvt.rzi.s64.f32", "f32", [NAN, 3.5], "s64", [-(2**63), 3]),
     ("cvt.rpi.s32.f32", "f32", [2.1], "s32", [3]),
     ("cvt.rni.f32.f32", "f32", [2.5, -0.5], "f32", [2.0, -0.0]),
     ("cvt.rzi.s64.f64", "f64", [1e18, -1e30], "s64", [10**18, -(2**63)]),
@@ -387,7 +389,6 @@ WIDE = {
     "ld.global.v2.f32 {%w, _}, [place];": 0x3F800000,
     "cvt.f32.f64 %w, 0d3FF0000000000000;": 0x3F800000,
     "cvt.rn.f16.f32 %w, 0f3F800000;": 0x3C00,
-    "mov.b64 %w, 0x173F800000; st.global.f32 [place], %w; ld.global.u32 %w, [place];": 0x3F800000,
     "mov.b64 %w, 0x123456783F800000; cvt.f64.f32 %w, %w;": 0x3FF0000000000000,
 }
 
@@ -398,6 +399,13 @@ def test_floats_in_wider_registers_are_extended_and_chopped(body):
     place = ".global .align 8 .b32 place[2] = {0x3F800000, 0x40000000};"
     found = evaluate(f"{body} mov.b64 %d, %w;", {}, "u64", ".reg .b64 %w;", 1, place)
     assert found[0] == WIDE[body]
+
+
+def test_no_f32_is_stored_from_a_wider_register():
+    """ptxas converts its integer, where the ISA chops its bits."""
+    body = "mov.b64 %w, 0; st.global.f32 [place], %w;"
+    with pytest.raises(UnsupportedInstruction, match="a register of 64 bits for an f32"):
+        evaluate(body, declarations=".reg .b64 %w;", before=".global .b32 place;")
 
 
 def test_arithmetic_gives_no_float_to_a_wider_register():

@@ -387,6 +387,11 @@ def _store(machine: Machine, instruction: Instruction) -> Action:
     if type_name != B128 and not SCALAR_TYPES[type_name].is_float:
         type_name = f"u{SCALAR_TYPES[type_name].bits}"
     elements = machine.elements(source, vector_length(instruction))
+    for element in elements:
+        if type_name == "f32" and machine.width(element) > 32:
+            # The ISA chops the bits ("Operand Size Exceeding Instruction-Type Size"), ptxas 13.0
+            # converts an integer of 64 bits to f32.
+            raise machine.unsupported("a register of 64 bits for an f32")
     sources = [machine.source(e, type_name) for e in elements]
     addresses = addresses_of(machine, address)
     port = Port(machine, instruction, size)

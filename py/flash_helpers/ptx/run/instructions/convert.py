@@ -47,8 +47,9 @@ def _float_to_integer(x: np.ndarray, dtype: np.dtype, mode: str) -> np.ndarray:
     safe = np.where(too_big | too_small | np.isnan(rounded), 0.0, rounded)
     result = np.where(too_big, dtype.type(limits.max), safe.astype(dtype))
     result = np.where(too_small, dtype.type(limits.min), result)
-    # A NaN converts to 0, except to a 64-bit integer: there the top bit is set.
-    nan = dtype.type(0) if dtype.itemsize < 8 else np.uint64(1 << 63).astype(dtype)
+    # A NaN converts to 0, except from or to 64 bits: there the top bit is set, as on an H100.
+    is_wide = max(dtype.itemsize, x.itemsize) == 8 and dtype.itemsize >= 4
+    nan = np.uint64(is_wide << (8 * dtype.itemsize - 1)).astype(dtype)
     return np.where(np.isnan(rounded), nan, result)
 
 

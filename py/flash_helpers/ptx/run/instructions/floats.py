@@ -72,12 +72,22 @@ _ARITHMETIC: Mapping[str, tuple[Compute, Compute]] = {
 }
 
 
+def _sum_downwards(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a + b rounded to odd; zero is -0 unless both are +0, as where rounding is downwards (IEEE
+    754-2019, 6.3)."""
+    return -add_odd(-a.astype(F64), -b.astype(F64))
+
+
 def _arithmetic(machine: Machine, instruction: Instruction) -> Alu:
     mode = instruction.first(ROUNDINGS) or "rn"
     function, in_double = _ARITHMETIC[instruction.name]
 
     def directed(*arrays: np.ndarray) -> np.ndarray:
         return rounded(in_double(*(a.astype(F64) for a in arrays)), F32, mode)
+
+    if mode == "rm" and instruction.name in ("add", "sub"):
+        sign = 1 if instruction.name == "add" else -1
+        return _same(instruction, lambda a, b: rounded(_sum_downwards(a, sign * b), F32, mode))
 
     return _same(instruction, function if mode == "rn" else directed)
 
@@ -97,7 +107,8 @@ def _fma(machine: Machine, instruction: Instruction) -> Alu:
     type_name, mode = instruction.types[-1], instruction.first(ROUNDINGS) or "rn"
 
     def once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        exact = add_odd(np.multiply(a, b, dtype=F64), c.astype(F64))
+        product = np.multiply(a, b, dtype=F64)
+        exact = _sum_downwards(product, c) if mode == "rm" else add_odd(product, c.astype(F64))
         return exact if type_name.startswith("bf16") else rounded(exact, a.dtype, mode)
 
     return _same(instruction, fma_f64 if type_name == "f64" else once)
@@ -108,7 +119,16 @@ def _minmax(machine: Machine, instruction: Instruction) -> Alu:
     product's sign."""
     smaller, keeps_nan = instruction.name == "min", instruction.has("NaN")
     pairs = {False: (np.fmax, np.fmin), True: (np.maximum, np.minimum)}
-    function = pairs[keeps_nan][smaller]
+    number = pairs[keeps_nan][smaller]
+    sign = np.float16(-1 if smaller else 1)
+
+    def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        found = number(a, b)
+        if np.count_nonzero(found) == found.size:
+            return found
+        # "-0.0 < +0.0" (PTX ISA 9.0, "min"); for NumPy they are equal.
+        return np.where((a == 0) & (b == 0), sign * (sign * a + sign * b), found)
+
     if instruction.has("xorsign") and not instruction.has("abs"):
         raise machine.unsupported(".xorsign goes with .abs")
 
@@ -120,8 +140,7 @@ def _minmax(machine: Machine, instruction: Instruction) -> Alu:
 
     if instruction.has("xorsign"):
         return _same(instruction, signed)
-    is_plain = len(instruction.operands) == 3 and not instruction.has("abs")
-    return _same(instruction, function if is_plain else of_all)
+    return _same(instruction, of_all)
 
 
 _APPROXIMATE: Mapping[str, Compute] = {

@@ -168,7 +168,8 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where(b == 0, a, np.fmod(a, b))
+    """Remainder with the sign of a; by zero all ones, as on an H100."""
+    return np.where(b == 0, ~a.dtype.type(0), np.fmod(a, b))
 
 
 def _minmax(machine: Machine, instruction: Instruction) -> Alu:

@@ -43,8 +43,8 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def clamp_to_one(x: np.ndarray) -> np.ndarray:
-    """Values from 0 to 1 (`.sat`); a NaN becomes +0."""
-    return np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1))
+    """Values from 0 to 1 (`.sat`); a NaN and -0 become +0."""
+    return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
 
 
 def not_negative(x: np.ndarray) -> np.ndarray:
@@ -200,4 +200,6 @@ def fma_f64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     error = ((ah * bh - product) + ah * bl + al * bh) + al * bl
     total, lost = _two_sum(product, c)
     exact = total + add_odd(lost, error)
-    return np.where(np.isfinite(exact), exact, product + c)
+    # A product that overflows is still finite beside an infinite c.
+    is_c = np.isinf(c) & np.isfinite(a) & np.isfinite(b)
+    return np.where(np.isfinite(exact), exact, np.where(is_c, c, product + c))
