@@ -132,6 +132,14 @@ LEGAL = {
         selp.b32 %r3, %r1, 0, %p0;
         redux.sync.add.u32 %r2, %r3, -1;
     """,
+    "in another group of lanes than the one that uses its sum": """
+        and.b32 %r3, %r0, 1;
+        setp.eq.u32 %p2, %r3, 0;
+        @%p2 mov.u32 %r1, 1;
+        selp.b32 %r4, 0x55555555, 0xaaaaaaaa, %p2;
+        redux.sync.add.u32 %r5, %r1, %r4;
+        @%p2 mov.u32 %r2, %r5;
+    """,
     "packed by cvt into a half that is dropped": """
         mov.f32 %r3, 0f3F800000;
         cvt.rn.f16x2.f32 %r4, %r1, %r3;
