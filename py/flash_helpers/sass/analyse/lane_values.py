@@ -292,12 +292,12 @@ def _shift_add(words: Words, state: WarpState) -> _Known:
         return {}
     sources = [state.value(o) for o in words.operands[1:] if not PREDICATE.fullmatch(o)]
     if "HI" not in words.modifiers and len(sources) == 3:
-        return _register(words, _of_all(lambda a, b, by: (a << by) + b, sources))
+        return _register(words, _of_all(lambda a, b, by: (a << (by & 31)) + b, sources))
     if "SX32" in words.modifiers and len(sources) == 3:
-        lanes = _of_all(lambda a, b, by: (_signed(a) << by >> 32) + b, sources)
+        lanes = _of_all(lambda a, b, by: (_signed(a) << (by & 31) >> 32) + b, sources)
         return _register(words, lanes)
     if "HI" in words.modifiers and len(sources) == 4:
-        lanes = _of_all(lambda a, b, c, by: ((c << 32 | a) << by >> 32) + b, sources)
+        lanes = _of_all(lambda a, b, c, by: ((c << 32 | a) << (by & 31) >> 32) + b, sources)
         return _register(words, lanes)
     return {}
 
@@ -347,6 +347,8 @@ def _permute(words: Words, state: WarpState) -> _Known:
 
 def _shuffle(words: Words, state: WarpState) -> _Known:
     """The value of another lane, as far as that is the same for all lanes, or the lane is told."""
+    if len(words.operands) != 5:
+        return {}
     _, name, source, lane, clamp = words.operands
     held, chosen = state.value(source), state.value(lane)
     if isinstance(held, tuple):
