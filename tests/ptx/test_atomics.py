@@ -72,3 +72,37 @@ def test_a_sum_of_f32_is_flushed_in_global_memory_alone():
     body += "ld.shared.u32 %d, [tile];"
     found = evaluate(body, declarations=".shared .align 4 .b8 tile[4];", threads=1)
     assert found[0] == 2 * small
+
+
+OPERATIONS = {
+    "add.u32": 12 + 10, "and.b32": 12 & 10, "or.b32": 12 | 10, "xor.b32": 12 ^ 10,
+    "min.s32": 10, "max.u32": 12, "inc.u32": 0, "dec.u32": 10,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("space", ["global", "shared", "generic"])
+def test_an_operation_by_atom_and_by_red(operation, space):
+    where = "" if space == "generic" else f".{space}"
+    body = f"""
+    st{where}.u32 [there], 12;
+    red{where}.{operation} [there], 10;
+    ld{where}.u32 %d, [there];
+    st{where}.u32 [there], 12;
+    atom{where}.{operation} %old, [there], 10;
+    ld{where}.u32 %new, [there];
+    setp.ne.u32 %p, %new, %d;
+    @%p mov.u32 %d, -1;
+    setp.ne.u32 %p, %old, 12;
+    @%p mov.u32 %d, -2;
+    """
+    before = ".global .b32 there;" if space == "global" else ""
+    declarations = ".reg .b32 %old, %new; .reg .pred %p;"
+    declarations += "" if before else ".shared .align 4 .b32 there;"
+    found = evaluate(body, {}, "u32", declarations, threads=1, before=before)
+    assert found[0] == OPERATIONS[operation]
+
+
+def test_an_order_that_red_does_not_have_is_refused():
+    with pytest.raises(UnsupportedInstruction, match=r"the modifier \.acquire is not known"):
+        updated("red.acquire.gpu.global.add.u32 [%at], 1;", [0])

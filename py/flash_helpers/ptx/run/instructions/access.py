@@ -527,12 +527,19 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
 _ALL = f"{MEMORY} {B128}"
 _SIZED = f"{SPACES} {VECTORS}"
 _IGNORED = f"{SCOPES} {CACHE_HINTS} weak mmio"
-_ATOMIC = f"{_SIZED} relaxed acquire release acq_rel and or xor add min max inc dec"
+_ATOMIC = f"global shared shared::cluster {VECTORS} relaxed release and or xor add min max inc dec"
 
 FORMS = (
     # An operand more is a cache policy, which has no effect.
     Form("ld ldu", _load, (2, 3), (_ALL,), f"{_SIZED} volatile relaxed acquire", _IGNORED),
     Form("st", _store, (2, 3), (_ALL,), f"{_SIZED} volatile relaxed release", _IGNORED),
-    Form("atom", _atomic, (3, 4, 5), (MEMORY,), f"{_ATOMIC} exch cas", f"{_IGNORED} noftz"),
+    Form(
+        "atom",
+        _atomic,
+        (3, 4, 5),
+        (MEMORY,),
+        f"{_ATOMIC} acquire acq_rel exch cas",
+        f"{_IGNORED} noftz",
+    ),
     Form("red", _atomic, (2, 3, 4), (MEMORY,), _ATOMIC, f"{_IGNORED} noftz"),
 )
