@@ -56,6 +56,13 @@ class Site:
         source = self.source or "no source line (compile with -lineinfo)"
         return f"{source} [{self.opcode}, PTX line {self.ptx_line}]"
 
+    @property
+    def brief(self) -> str:
+        """The place for a message that names many: the line, and the call that leads to it."""
+        calls = (self.source or "").split(", ")
+        shown = ", ".join([*calls[:2], "…"] if len(calls) > 2 else calls)
+        return f"{shown} [PTX line {self.ptx_line}]".lstrip()
+
 
 @dataclass(frozen=True)
 class Thread:

@@ -412,9 +412,9 @@ class Phases:
             if found.arrived is not None:
                 lane, position = found.arrived
                 thread = self.shared.geometry.thread(lane)
-                last = f"the last arrival is that of {thread} at {self.log.site(position)}"
+                last = f"the last arrival is that of {thread} at {self.log.site(position).brief}"
             names = dict.fromkeys(name(value) for value in np.unique(values[chosen]).tolist())
-            told.append(f"for {', '.join(names)} of the {found.state};\n      {last}")
+            told.append(f"for {', '.join(names)} of the {found.state}\n      {last}")
         return "\n      and ".join(told)
 
     def _explain(self, agent: int, lane: int) -> str:

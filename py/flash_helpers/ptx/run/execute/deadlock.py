@@ -36,10 +36,9 @@ class Deadlock:
         """Reports which threads wait for what, and ends the cluster."""
         ended = sum(self._threads.ended_of(owner).size for owner in self.owners)
         lines = (
-            "no warp can go on",
+            f"no warp can go on; {_count(ended)} {'has' if ended == 1 else 'have'} ended",
             *self._waiting(),
             *self._arrived(),
-            f"{_count(ended)} {'has' if ended == 1 else 'have'} ended",
         )
         position, thread = int(self._threads.pc[self._first]), self._geometry.thread(self._first)
         self._log.report(DeadlockError, "\n    ".join(lines), position, thread)
@@ -70,10 +69,11 @@ class Deadlock:
                 reason = f"for {self._barriers.state(owner, name)}"
             warps = np.unique(geometry.warp_of(lanes)).tolist()
             named = f"warp {warps[0]}" if len(warps) == 1 else f"warps {', '.join(map(str, warps))}"
+            what, *more = reason.split("\n")
             told.append(
                 f"{_count(lanes.size)} ({named} of block {geometry.blocks[owner]}) "
                 f"{'waits' if lanes.size == 1 else 'wait'}\n"
-                f"      {reason}\n      at {self._log.site(position)}"
+                + "\n".join([f"      {what} (at {self._log.site(position).brief})", *more])
             )
         return told
 
