@@ -183,6 +183,15 @@ def test_the_peak_of_live_registers_is_found():
     assert "At most 24 of 32 registers are live, first at 0x0020, in loop 0" in report_text(report)
 
 
+def test_registers_that_a_kernel_takes_on_the_way_are_told_apart(planted: Path):
+    """Of 168 registers per thread at its start no 195 can be live."""
+    (found,) = load_kernels(planted / "roles.sm_90a.cubin", names=["roles"])
+    text = report_text(report_on(KernelFacts(kernel=found, name="roles", identity={})))
+    start = found.resources.registers
+    assert f"starts with {start} registers, and USETMAXREG changes that" in text
+    assert f" of {start} registers" not in text
+
+
 def test_no_more_registers_are_live_than_the_kernel_has():
     for config, found in progression_kernels(DEFAULT).items():
         peak = config_report(config, found).peak

@@ -237,10 +237,14 @@ def _register_sentences(report: KernelReport) -> Iterator[str]:
         yield f"{registers} registers; how many are live is not known{why}."
     else:
         where = "outside loops" if peak.loop is None else f"in loop {peak.loop}"
+        changes = any(i.base == "USETMAXREG" for i in report.kernel.instructions)
+        of = "" if changes else f" of {registers}"
         yield (
-            f"At most {peak.live.general} of {registers} registers are live, first at "
-            f"{peak.address:#06x}, {where}: {peak.text}"
+            f"At most {peak.live.general}{of} registers are live, first at {peak.address:#06x}, "
+            f"{where}: {peak.text}"
         )
+        if changes:
+            yield f"The kernel starts with {registers} registers, and USETMAXREG changes that."
     known = report.kernel.resources.spill_store_bytes is not None
     no_spills = ", no spills" if known else ""
     for sites, kind in ((report.spills, ""), (report.local_accesses, no_spills)):
