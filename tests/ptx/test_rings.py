@@ -256,7 +256,7 @@ FAULTS = {
     ),
     "more arrivals expected than come": (
         RING, f"{INIT} [bar+16], 1;", f"{INIT} [bar+16], 2;", DeadlockError,
-        "waits for 1 of 2 arrivals.*last arrival is that of block .* warp 1 lane 0 at .*arrive",
+        r"waits for 1 of 2 arrivals.*last arrival is that of block .* warp 1 lane 0 at \[PTX line",
     ),
     "the producer waits for the first lap": (
         RING, PRODUCER_WAIT, wait("%r4+16", "%r2"), DeadlockError, "no thread has arrived there",
