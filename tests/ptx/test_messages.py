@@ -226,6 +226,18 @@ def test_where_all_lanes_do_what_one_should_the_error_says_so(body, title) -> No
     assert title in text and "by block (0, 0, 0) warp 0 lane 0" in text
 
 
+def test_one_lane_of_each_of_several_warps_is_not_told_to_elect() -> None:
+    one = "and.b32 %r4, %r0, 31;\nsetp.eq.u32 %q, %r4, 0;\n"
+    text = str(fault(f"{one}@%q {INIT}", threads=128))
+    assert "lanes of 4 warps of this instruction make the same object: choose one warp" in text
+    arrive = "mbarrier.arrive.shared::cta.b64 _, [bar];"
+    text = str(fault(f"{one}@%p {INIT}bar.sync 0;\n@%q {arrive}", threads=128))
+    assert "4 arrivals where the current phase waits for 1 of 1" in text and "elect" not in text
+    assert "32 lanes of this instruction arrive" in str(
+        fault(f"@%p {INIT}bar.sync 0;\n{arrive}", threads=128)
+    )
+
+
 @pytest.mark.parametrize("body", [f"{STORE}{CLOSE}", f"{REDUCE}{CLOSE}", PREFETCH])
 def test_where_all_lanes_copy_the_same_a_lint_says_so(body) -> None:
     wait = "cp.async.bulk.wait_group 0;"

@@ -16,6 +16,7 @@ from weakref import proxy
 
 import numpy as np
 
+from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MbarrierError, RaceError
 from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES, Mbarrier, MbarrierMisuse
 from flash_helpers.ptx.run.watch.faults import FaultLog
@@ -141,9 +142,13 @@ class Phases:
         _, first, counts = np.unique(places, return_index=True, return_counts=True)
         for i, n in zip(first.tolist(), counts.tolist(), strict=True):
             if n > 1:
+                most = _most_of_a_warp(lanes[places == places[i]])
+                who, way = f"{most} lanes", "elect one"
+                if most == 1:
+                    who, way = f"lanes of {n} warps", "choose one warp"
                 self.log.report(
                     MbarrierError,
-                    f"{n} lanes of this instruction {verb} the same object: elect one",
+                    f"{who} of this instruction {verb} the same object: {way}",
                     position,
                     self.shared.geometry.thread(int(lanes[i])),
                     self.address_of(int(places[i])),
@@ -194,11 +199,9 @@ class Phases:
             if found is None:
                 continue
             state, sums = found.state, counts[chosen]
-            advice = ""
-            if mine.size > 1:
-                advice = (
-                    f"\n    {mine.size} lanes of this instruction arrive: elect one, or count them"
-                )
+            advice, n = "", _most_of_a_warp(mine)
+            if n > 1:
+                advice = f"\n    {n} lanes of this instruction arrive: elect one, or count them"
             with self._reported(position, int(mine[0]), where, advice):
                 # One after the other, each sees what is pending before it arrives.
                 before = np.cumsum(sums) - sums
@@ -443,6 +446,11 @@ class Phases:
 
 def _is_over(state: Mbarrier, value: int, parity: bool) -> bool:
     return state.is_complete_parity(value) if parity else state.is_complete(value)
+
+
+def _most_of_a_warp(lanes: np.ndarray) -> int:
+    """The number of lanes in the warp that has most of them."""
+    return int(np.bincount(lanes // WARP).max())
 
 
 def _distinct(values: np.ndarray) -> list[int]:
