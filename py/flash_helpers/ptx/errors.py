@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import ClassVar
 
 from flash_helpers.console.symbols import short_name
@@ -42,6 +43,11 @@ class LaunchError(PtxError, ValueError):
     """A launch that no GPU accepts: its shape, its arguments or the target's limits."""
 
 
+def is_header(file: str) -> bool:
+    """Whether a file lies in a folder of headers, as those of libraries do."""
+    return "include" in PurePath(file).parts[:-1]
+
+
 @dataclass(frozen=True)
 class Site:
     """The place of a fault in the kernel. `source`: file:line of the CUDA source, with the chain of
@@ -58,10 +64,14 @@ class Site:
 
     @property
     def brief(self) -> str:
-        """The place for a message that names many: the line, and the call that leads to it."""
-        calls = (self.source or "").split(", ")
-        shown = ", ".join([*calls[:2], "…"] if len(calls) > 2 else calls)
-        return f"{shown} [PTX line {self.ptx_line}]".lstrip()
+        """The place for a message that names many: the line, and the innermost call outside of
+        header folders, or else the outermost."""
+        line, *calls = (self.source or "").split(", ")
+        calls = [call for call in calls if not call.startswith("…")]
+        own = [i for i, call in enumerate(calls) if not is_header(call.split()[-1])]
+        last = min(own, default=len(calls) - 1)
+        shown = [line, *(["…"] if last > 0 else []), *calls[last : last + 1]]
+        return f"{', '.join(shown)} [PTX line {self.ptx_line}]".lstrip()
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import PurePath
 
-from flash_helpers.ptx.errors import PtxSyntaxError
+from flash_helpers.ptx.errors import PtxSyntaxError, is_header
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Location:
         """The chain of calls, cut to what its reader wrote: the line itself and the callers outside
         of header folders, the inner and the outer ones of many, and how many are left out."""
         frames = self.frames()
-        own = [i for i, frame in enumerate(frames) if not _is_header(frame.file)]
+        own = [i for i, frame in enumerate(frames) if not is_header(frame.file)]
         shown = sorted({0, *(own or [len(frames) - 1])})
         if len(shown) > _INNER + _OUTER:
             shown = [*shown[:_INNER], *shown[-_OUTER:]]
@@ -47,11 +46,6 @@ class Location:
 
 _INNER, _OUTER = 4, 2
 """Frames that are shown of many."""
-
-
-def _is_header(file: str) -> bool:
-    """Whether a file lies in a folder of headers, as those of libraries do."""
-    return "include" in PurePath(file).parts[:-1]
 
 
 @dataclass(frozen=True)
