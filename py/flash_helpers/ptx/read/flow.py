@@ -92,11 +92,11 @@ class Program:
             b: [s for s in (*block.targets, block.next) if s >= 0]
             for b, block in enumerate(self.blocks)
         }
-        return frozenset(
-            position
-            for position in waits
-            if self._decides(position, innermost_loop(edges, self.block_of[position]))
-        )
+        components = strongly_connected_components(edges, edges)
+        cycles = [{b: edges[b] for b in component} for component in components]
+        around = {b: part for part in cycles for b in part}
+        loops = ((p, innermost_loop(around[b], b)) for p in waits for b in [self.block_of[p]])
+        return frozenset(position for position, loop in loops if self._decides(position, loop))
 
     def _decides(self, position: int, loop: set[int]) -> bool:
         """Whether the first result of an instruction decides about the end of a loop."""

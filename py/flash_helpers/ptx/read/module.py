@@ -128,6 +128,8 @@ Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Ar
 def parts(operand: Operand) -> Iterator[Operand]:
     """The operand and all of its parts."""
     yield operand
+    if isinstance(operand, Register | Immediate):  # the most, so they are looked at first
+        return
     inner: tuple[Operand, ...] = ()
     if isinstance(operand, Vector | Arguments):
         inner = operand.elements

@@ -238,11 +238,10 @@ class Warpgroups:
         for matrix, bits in ((product.a_matrix, issue.a_bits), (product.b_matrix, issue.b_bits)):
             if matrix is None:
                 continue
-            for each in np.unique(bits[good]):
+            for each in sorted(set(bits[good].tolist())):
                 kind: type[SimulatorError]
-                its = bits == each
                 try:
-                    end = int(matrix.addresses(int(each)).max()) + CHUNK
+                    end = matrix.end(each)
                 except ValueError as error:
                     kind, text, address = MatrixDescriptorError, str(error), None
                 else:
@@ -251,6 +250,7 @@ class Warpgroups:
                     name = "A" if matrix is product.a_matrix else "B"
                     kind, address = OutOfBoundsError, end - CHUNK
                     text = f"{name} by {self.shared.outside(address, CHUNK)}"
+                its = bits == each
                 self._report(kind, text, product.position, issue.warps, its, address)
                 good &= ~its
         return good

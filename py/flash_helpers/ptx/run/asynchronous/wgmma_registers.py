@@ -74,8 +74,11 @@ class RegisterWatch:
 
     def fragments(self, operands: Iterable[Operand]) -> Fragments:
         """The fragments that operands name."""
-        found = {self._fragment_of.get(name, -1) for name in _names(operands)}
-        return np.array(sorted(found - {-1}), np.int64)
+        return np.array(sorted(self._named(operands)), np.int64)
+
+    def _named(self, operands: Iterable[Operand]) -> set[int]:
+        index = self._fragment_of
+        return {index[name] for name in _names(operands) if name in index}
 
     def _first_accesses(self) -> dict[int, Fragments]:
         watched: dict[int, Fragments] = {}
@@ -89,7 +92,7 @@ class RegisterWatch:
                     set_to_constants.clear()
                     continue
                 is_constant = position in self._constant_moves
-                found = set(self.fragments(instruction.operands).tolist()) - seen
+                found = self._named(instruction.operands) - seen
                 if is_constant:
                     found -= set_to_constants
                 if found:
@@ -226,9 +229,11 @@ def _constant_moves(program: Program) -> frozenset[int]:
         holding: set[str] = set()
         for position in range(block.start, block.end):
             instruction = program.instructions[position]
+            is_move = instruction.name == "mov" and len(instruction.operands) == 2
+            if not (is_move or holding):
+                continue
             written = _names(instruction.operands[:1])
             holding.difference_update(written)
-            is_move = instruction.name == "mov" and len(instruction.operands) == 2
             if not is_move or instruction.guard is not None:
                 continue
             values = [o for o in parts(instruction.operands[1]) if not isinstance(o, Vector)]

@@ -234,11 +234,11 @@ class BlockBarriers:
     def _check_company(self, owner: int, name: int, new: Arrival) -> None:
         """Checks an arrival at a barrier against those that are there already."""
         for other in self.arrivals.get((owner, name), ()):
-            there = f"{self._warps(other)} arrived at {self.machine.log.site(other.position)}"
             if -(-other.due // WARP) != -(-new.due // WARP):
                 text = (
                     f"barrier {name} waits for {new.due} threads here, and for {other.due} where\n"
-                    f"    {there}:\n    threads that meet there must give the same number"
+                    f"    {self._place(other)}:\n"
+                    "    threads that meet there must give the same number"
                 )
                 self._report_arrival(BarrierOperandError, new, text)
             # A thread may arrive and then wait: so it gives itself the first turn.
@@ -246,8 +246,8 @@ class BlockBarriers:
                 np.isin(new.lanes, other.lanes).any()
             ):
                 text = (
-                    f"a second arrival at barrier {name}, where {there}\n    and the barrier is "
-                    "not complete: one thread counts for two"
+                    f"a second arrival at barrier {name}, where {self._place(other)}\n"
+                    "    and the barrier is not complete: one thread counts for two"
                 )
                 self._report_arrival(BarrierOperandError, new, text)
 
@@ -257,10 +257,13 @@ class BlockBarriers:
         one of a warp each waits only for itself."""
         if new.due <= WARP or (new.barrier.count is None and new.barrier.waits):
             return
-        order, geometry = self.machine.shared.order, self.machine.geometry
-        for other in self.last.get((owner, name), ()):
-            warps = np.unique(geometry.place_of(other.lanes) // WARP)
-            if (order.warps_in(new.knowledge)[warps] < other.time).any():
+        before = self.last.get((owner, name))
+        if before is None:
+            return
+        known = self.machine.shared.order.warps_in(new.knowledge)
+        for other in before:
+            warps = self.machine.geometry.place_of(other.lanes) // WARP
+            if (known[warps] < other.time).any():
                 text = (
                     f"{self._warps(new)} may arrive at barrier {name} before {self._warps(other)} "
                     f"at {self.machine.log.site(other.position)},\n    since nothing orders the "
@@ -272,6 +275,10 @@ class BlockBarriers:
     def _report_arrival(self, kind: type[BarrierError], new: Arrival, text: str) -> None:
         thread = self.machine.geometry.thread(new.lanes[0])
         self.machine.log.report(kind, text, new.position, thread)
+
+    def _place(self, arrival: Arrival) -> str:
+        """The warps that have arrived, and where, in words."""
+        return f"{self._warps(arrival)} arrived at {self.machine.log.site(arrival.position)}"
 
     def _warps(self, arrival: Arrival) -> str:
         """The warps that have arrived, in words."""
@@ -298,6 +305,8 @@ class BlockBarriers:
     def _check_aligned(self, released: np.ndarray) -> None:
         warps = released // WARP
         positions = self.threads.pc[released]
+        if (positions == positions[0]).all():
+            return
         for position in np.unique(positions):
             instruction = self.program.instructions[position]
             if instruction.name == "barrier" and not instruction.has("aligned"):

@@ -134,7 +134,9 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
     def of_lanes(values: np.ndarray, selection: Selection) -> np.ndarray:
         """The values of each warp's lanes, (warps, 32)."""
         lanes = machine.lanes_of(selection)
-        return np.broadcast_to(values, lanes.shape).reshape(-1, WARP)
+        if values.shape != lanes.shape:
+            values = np.broadcast_to(values, lanes.shape)
+        return values.reshape(-1, WARP)
 
     def uniform(values: np.ndarray, name: str, selection: Selection) -> np.ndarray:
         """One value for each warp."""

@@ -83,6 +83,10 @@ class MatrixOperand:
         Raises ValueError as `Descriptor.decode` does."""
         return _addresses(self, bits)
 
+    def end(self, bits: int) -> int:
+        """The address behind the last chunk. Raises ValueError as `addresses` does."""
+        return _end(self, bits)
+
     def rows_at(self, bits: int, first: int, count: int) -> np.ndarray:
         """Addresses of the chunks that hold a slice of rows, which begins and ends at multiples of
         8."""
@@ -126,3 +130,8 @@ def _addresses(operand: MatrixOperand, bits: int) -> np.ndarray:
         found ^= (rows & (width // CHUNK - 1)) << 4
     found.setflags(write=False)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _end(operand: MatrixOperand, bits: int) -> int:
+    return int(_addresses(operand, bits).max()) + CHUNK

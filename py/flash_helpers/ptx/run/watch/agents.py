@@ -251,29 +251,23 @@ class AgentWatch:
     def _check_writes(self, access: _Accesses) -> None:
         """Checks accesses by agents against the last weak writes."""
         codes = self.marks.written[access.granules]
-        codes[codes == UNWRITTEN] = 0
-        if not codes.any():
-            return
         writers = self.marks.writer[access.granules]
         if (codes == codes[:, :1]).all() and (writers == writers[:, :1]).all():
             # Each access finds what one write left, as tiles are: one granule stands for all.
             codes, writers = codes[:, :1], writers[:, :1]
+        codes[codes == UNWRITTEN] = 0
+        if not codes.any():
+            return
         by_agent = codes & BY_AGENT != 0
         codes &= ~BY_AGENT
         times = codes >> SITE_BITS
-        places = np.where(by_agent, 0, writers)
-        known = self.order.lanes_in(access.known, places)
-        visible = self.order.lanes_in(access.visible, places)
+        bad, pending = times > self._known_of(writers, by_agent, access.known), codes >= PENDING
         is_generic = ~by_agent
-        if by_agent.any():
-            agents = np.where(by_agent, writers, 0).astype(np.int64)
-            known = np.where(by_agent, np.take_along_axis(access.known, agents, axis=1), known)
-            if self.order.generic_agents:
-                seen = np.take_along_axis(access.visible, agents, axis=1)
-                visible = np.where(by_agent, seen, visible)
-                is_generic |= by_agent & np.isin(agents, list(self.order.generic_agents))
-        bad, pending = times > known, codes >= PENDING
-        hidden = ~bad & is_generic & (times > visible)
+        if self.order.generic_agents:
+            is_generic |= np.isin(writers, list(self.order.generic_agents))
+        hidden = ~bad & is_generic
+        if hidden.any():
+            hidden &= times > self._known_of(writers, by_agent, access.visible)
         kind: type[SimulatorError]
         for kind, chosen in (
             (PendingCopyError, pending),
@@ -301,6 +295,19 @@ class AgentWatch:
             if by_agent[i, j] and kind is not ProxyError:
                 text += self.marks.explain(writer, access.lanes[i], int(codes[i, j]))
             self._report(kind, access, i, j, int(hit.sum()), text)
+
+    def _known_of(self, writers: np.ndarray, by_agent: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """The times up to which writers (n, k), which are agents or lanes, are known by one plane
+        (n, columns) of knowledge."""
+        if not by_agent.any():
+            return self.order.lanes_in(known, writers)
+        agents = np.where(by_agent, writers, 0).astype(np.int64)
+        of_agents = np.take_along_axis(known, agents, axis=1)
+        if by_agent.all():
+            return of_agents
+        return np.where(
+            by_agent, of_agents, self.order.lanes_in(known, np.where(by_agent, 0, writers))
+        )
 
     def _check_history(self, access: _Accesses, history: History) -> None:
         """Checks accesses by agents against those of one kind by lanes."""

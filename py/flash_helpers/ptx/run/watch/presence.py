@@ -103,6 +103,8 @@ class Presence:
         self, lanes: np.ndarray, blocks: np.ndarray, addresses: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The accesses to blocks other than the lanes' own."""
+        if self.geometry.cluster == 1:
+            return lanes[:0], blocks[:0], addresses[:0]
         remote = blocks != self.geometry.block_of(lanes)
         return lanes[remote], blocks[remote], addresses[remote]
 
