@@ -223,6 +223,11 @@ class TestCommandLine:
         assert command_line.main(["run", str(ROOT / file)]) == 2
         assert re.search(words, capfd.readouterr().err)
 
+    def test_without_a_compiler_the_packages_are_named(self, capfd, monkeypatch) -> None:
+        monkeypatch.setattr("flash_helpers.host.run.find_nvcc", lambda environ: None)
+        assert command_line.main(["run", str(MATMUL)]) == 2
+        assert "python -m pip install 'nvidia-cuda-nvcc==" in capfd.readouterr().err
+
     def test_a_target_without_a_device_is_wrong_usage(self, capfd) -> None:
         assert command_line.main(["run", "--arch", "sm_42", str(MATMUL)]) == 2
         assert "sm_42' is no target of the host runner: use sm_75" in capfd.readouterr().err

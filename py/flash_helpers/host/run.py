@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.compile.toolchain import (
+    PYPI_TOOLCHAIN,
+    BuildError,
+    find_nvcc,
+    find_toolchain,
+)
 from flash_helpers.console.file_kinds import FileKind, kind_of
 from flash_helpers.host.device import SimulatedDevice
 from flash_helpers.host.errors import HostError
@@ -56,6 +61,12 @@ def run_program(
     """
     device = SimulatedDevice(target)
     try:
+        if find_nvcc(os.environ) is None:
+            packages = " ".join(map(repr, PYPI_TOOLCHAIN))
+            raise HostError(
+                "no nvcc in CUDA_HOME, on PATH or from PyPI: install a CUDA toolkit, or\n"
+                f"python -m pip install {packages}"
+            )
         toolchain = find_toolchain((device.capability,))
     except BuildError as error:
         raise HostError(str(error)) from None
