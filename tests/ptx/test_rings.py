@@ -256,10 +256,10 @@ FAULTS = {
     ),
     "more arrivals expected than come": (
         RING, f"{INIT} [bar+16], 1;", f"{INIT} [bar+16], 2;", DeadlockError,
-        r"waits for 1 of 2 arrivals.*last arrival is that of block .* warp 1 lane 0 at \[PTX line",
+        r"waits for 1 of 2 arrivals.*last arrival is that of block .* warp 1 lane 0 at PTX line",
     ),
     "the producer waits for the first lap": (
-        RING, PRODUCER_WAIT, wait("%r4+16", "%r2"), DeadlockError, "no thread has arrived there",
+        RING, PRODUCER_WAIT, wait("%r4+16", "%r2"), DeadlockError, "no thread has arrived",
     ),
     "an arrival that nobody makes": (
         EXCHANGE, f"{INIT} [%r4], 33;", f"{INIT} [%r4], 34;", DeadlockError,

@@ -64,14 +64,15 @@ class Site:
 
     @property
     def brief(self) -> str:
-        """The place for a message that names many: the line, and the innermost call outside of
-        header folders, or else the outermost."""
-        line, *calls = (self.source or "").split(", ")
+        """The place for a message that names many: of the line and its calls the two innermost and
+        the outermost that stand outside of header folders, or of all if none does; the line of PTX
+        if there is no source."""
+        if self.source is None:
+            return f"PTX line {self.ptx_line}"
+        calls = [c.removeprefix("inlined at ") for c in self.source.split(", ")]
         calls = [call for call in calls if not call.startswith("…")]
-        own = [i for i, call in enumerate(calls) if not is_header(call.split()[-1])]
-        last = min(own, default=len(calls) - 1)
-        shown = [line, *(["…"] if last > 0 else []), *calls[last : last + 1]]
-        return f"{', '.join(shown)} [PTX line {self.ptx_line}]".lstrip()
+        own = [call for call in calls if not is_header(call)] or calls
+        return ", inlined at ".join(dict.fromkeys((*own[:2], own[-1])))
 
 
 @dataclass(frozen=True)

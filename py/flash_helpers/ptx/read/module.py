@@ -36,16 +36,19 @@ class Location:
             shown = [*shown[:_INNER], *shown[-_OUTER:]]
         text = f"{self.file}:{self.line}"
         for before, i in pairwise(shown):
-            if i - before > 2:
-                text += f", … {i - before - 1} more"
-            elif i - before == 2:
-                text += f", inlined at {frames[i - 1].file}:{frames[i - 1].line}"
-            text += f", inlined at {frames[i].file}:{frames[i].line}"
+            if i - before > _HIDDEN + 1:
+                text += f", … {i - before - 1} more, inlined at {frames[i].file}:{frames[i].line}"
+                continue
+            for frame in frames[before + 1 : i + 1]:
+                text += f", inlined at {frame.file}:{frame.line}"
         return text
 
 
 _INNER, _OUTER = 4, 2
 """Frames that are shown of many."""
+_HIDDEN = 2
+"""Frames that are shown although others could stand for them, since naming their number is hardly
+shorter."""
 
 
 @dataclass(frozen=True)

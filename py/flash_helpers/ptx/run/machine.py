@@ -74,13 +74,15 @@ class Wait:
     """An instruction at which lanes sleep until something has happened.
 
     `is_ready`: returns for each of some lanes whether it may execute the instruction now. `reason`:
-    returns what waiting lanes of one block wait for, in words. `give_up`: lets lanes execute it
+    returns what waiting lanes of one block wait for, in words. `story`: returns what has happened
+    there, in words, for a message with room. `give_up`: lets lanes execute it
     with its timeout result; None for an instruction that waits forever. `is_patient`: it gives up
     only if no thread can go on otherwise.
     """
 
     is_ready: Callable[[np.ndarray], np.ndarray]
     reason: Callable[[np.ndarray], str]
+    story: Callable[[np.ndarray], str] | None = None
     give_up: Callable[[np.ndarray], None] | None = None
     is_patient: bool = True
 

@@ -410,15 +410,22 @@ class Phases:
         """The objects that lanes wait for, in words. `name`: what is waited for, by its value."""
         told = []
         for where, chosen in _groups(places):
+            names = dict.fromkeys(name(value) for value in np.unique(values[chosen]).tolist())
+            told.append(f"for {', '.join(names)} of the {self.objects[where].state}")
+        return "\n      and ".join(told)
+
+    def last_arrivals(self, places: np.ndarray) -> str:
+        """The last arrival at each object that lanes wait for, in words."""
+        told = []
+        for where, _ in _groups(places):
             found = self.objects[where]
-            last = "no thread has arrived there"
+            last = "no thread has arrived"
             if found.arrived is not None:
                 lane, position = found.arrived
                 thread = self.shared.geometry.thread(lane)
                 last = f"the last arrival is that of {thread} at {self.log.site(position).brief}"
-            names = dict.fromkeys(name(value) for value in np.unique(values[chosen]).tolist())
-            told.append(f"for {', '.join(names)} of the {found.state}\n      {last}")
-        return "\n      and ".join(told)
+            told.append(last)
+        return "; ".join(told)
 
     def _explain(self, agent: int, lane: int) -> str:
         """Text about the phases that a lane has seen of an object for whose bytes it should have

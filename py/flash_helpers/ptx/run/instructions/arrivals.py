@@ -188,7 +188,10 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     def name(value: int) -> str:
         return f"parity {value}" if by_parity else f"phase {phase_of(value)}"
 
-    machine.waits[position] = Wait(is_ready, reason, phases.give_up, is_patient=not is_test)
+    def story(lanes: np.ndarray) -> str:
+        return phases.last_arrivals(places(lanes)[1])
+
+    machine.waits[position] = Wait(is_ready, reason, story, phases.give_up, is_patient=not is_test)
     return machine.from_some(run_some)
 
 
