@@ -116,7 +116,8 @@ class TestRepository:
         assert len(text.encode()) < 400_000
         shown = [s for s in (STEPS[step].parent, step) if s is not None]
         for pane in ("cuda", "ptx", "sass"):
-            code = text[text.index(f'data-pane="{pane}"') :].partition('role="listbox"')[2]
+            start = text.index(f'class="pane" data-pane="{pane}"')  # the style names panes, too
+            code = text[start:].partition('role="listbox"')[2]
             code = code[: code.index("</div>")]
             links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', code)
             assert [title for _, title in links] == [f"{pane.upper()} of {s}" for s in shown]
