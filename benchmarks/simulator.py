@@ -8,19 +8,13 @@ if __name__ == "__main__":
     import flash_helpers.console.quiet_start  # noqa: F401
 
 import gc
-import json
-import os
-import platform
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flash_helpers.console.command_line import make_parser, output_file, run_tool, typed_command
-from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import largest_device
@@ -30,10 +24,9 @@ from flash_helpers.kernel_configs import (
     Problem,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.simulator_benchmark import benchmark_main
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.families import problem_from_record
-from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.library import ptx_path
 
 if TYPE_CHECKING:
@@ -51,24 +44,6 @@ SCALING_SHAPES = (
 
 HOPPER_ROWS = 512
 RUNS = 3
-
-EXAMPLES = f"""\
-examples:
-  measure, and write {RESULTS}:
-    python benchmarks/simulator.py
-  measure, and write elsewhere:
-    python benchmarks/simulator.py --json /tmp/simulator.json
-"""
-
-
-def processor() -> str:
-    """Name of the CPU, if the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def peak_mib() -> float:
@@ -138,26 +113,8 @@ def measure_hopper() -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit status."""
-    parser = make_parser(__doc__ or "", EXAMPLES)
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"(default: {RESULTS})",
-    )
-    arguments = parser.parse_args(argv)
-    command = typed_command("benchmarks/simulator.py", argv)
-    return run_tool(lambda: run(command, arguments.json), OSError)
-
-
-def run(command: str, path: Path) -> None:
-    """Measure, print and write to `path`. Raises OSError."""
-    import numpy as np
-
-    backend = find_backend("cpu")
+def benchmark() -> tuple[dict[str, Any], str]:
+    """Measure each step and each shape; returns the document and a table."""
     configs = get_kernel_progression_configs()
     work: list[tuple[Config, Problem]] = [(c, c.family.operation.small) for c in configs]
     last = [config for config in configs if config.family.operation is OPERATION][-1]
@@ -165,27 +122,25 @@ def run(command: str, path: Path) -> None:
     hopper = measure_hopper()  # first, so that the peak of memory is its own
     records = [measure(*item) for item in bar(work, desc="simulator", unit="kernel")]
     small, scaling = records[: len(configs)], records[len(configs) :]
-    document = {
-        "provenance": {
-            **asdict(provenance(backend, command, git_commit(ROOT))),
-            "cpu": processor(),
-            "cores": os.cpu_count(),
-            "numpy": np.__version__,
-        },
-        "seconds_are": f"the least of {RUNS} runs",
-        "seconds_for_all": round(sum(record["seconds"] for record in small), 1),
-        "small": small,
-        "scaling": scaling,
-        "hopper": hopper,
-    }
+    seconds = round(sum(record["seconds"] for record in small), 1)
     columns = ("config", "problem", "blocks", "seconds", "peak_mib")
     rows = [
         [str({**record, "problem": problem_from_record(record["problem"])}[c]) for c in columns]
         for record in (*records, hopper)
     ]
-    print(Table(columns, rows).text())
-    print(f"{len(small)} kernels at {OPERATION.small}: {document['seconds_for_all']} s")
-    write_if_different(path, json.dumps(document, indent=1) + "\n")
+    table = Table(columns, rows).text()
+    return {
+        "seconds_are": f"the least of {RUNS} runs",
+        "seconds_for_all": seconds,
+        "small": small,
+        "scaling": scaling,
+        "hopper": hopper,
+    }, f"{table}\n{len(small)} kernels at {OPERATION.small}: {seconds} s\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; returns the exit status."""
+    return benchmark_main("benchmarks/simulator.py", __doc__ or "", benchmark, ROOT, RESULTS, argv)
 
 
 if __name__ == "__main__":

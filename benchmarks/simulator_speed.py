@@ -12,35 +12,19 @@ if __name__ == "__main__":
     import flash_helpers.console.quiet_start  # noqa: F401
 
 import gc
-import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from simulator import processor
-
-from flash_helpers.console.command_line import make_parser, output_file, run_tool, typed_command
-from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import Table
-from flash_helpers.measure.machine import git_commit, provenance
-from flash_helpers.runtime.backend import find_backend
+from flash_helpers.measure.simulator_benchmark import benchmark_main
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/simulator_speed.json")
 RUNS = 3
-
-EXAMPLES = f"""\
-examples:
-  measure, and write {RESULTS}:
-    python benchmarks/simulator_speed.py
-  measure, and write elsewhere:
-    python benchmarks/simulator_speed.py --json /tmp/speed.json
-"""
 
 
 def cases() -> Mapping[str, Any]:
@@ -89,41 +73,23 @@ def measure(case: Any) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit status."""
-    parser = make_parser(__doc__ or "", EXAMPLES)
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"(default: {RESULTS})",
-    )
-    arguments = parser.parse_args(argv)
-    command = typed_command("benchmarks/simulator_speed.py", argv)
-    return run_tool(lambda: run(command, arguments.json), OSError)
-
-
-def run(command: str, path: Path) -> None:
-    """Measure, print and write to `path`. Raises OSError."""
-    import numpy as np
-
+def benchmark() -> tuple[dict[str, Any], str]:
+    """Measure each case; returns the document and a table."""
     shapes = cases()
     work = bar(shapes.values(), desc="simulator", unit="kernel")
     records = [{"shape": shape, **measure(case)} for shape, case in zip(shapes, work, strict=True)]
-    document = {
-        "provenance": {
-            **asdict(provenance(find_backend("cpu"), command, git_commit(ROOT))),
-            "cpu": processor(),
-            "cores": os.cpu_count(),
-            "numpy": np.__version__,
-        },
+    columns = ("shape", "blocks", "warp_instructions", "cpu_seconds", "seconds_per_million")
+    table = Table(columns, [[str(record[c]) for c in columns] for record in records])
+    return {
         "cpu_seconds_are": f"the least of {RUNS} runs after one that reads the PTX",
         "kernels": records,
-    }
-    columns = ("shape", "blocks", "warp_instructions", "cpu_seconds", "seconds_per_million")
-    print(Table(columns, [[str(record[c]) for c in columns] for record in records]).text())
-    write_if_different(path, json.dumps(document, indent=1) + "\n")
+    }, f"{table.text()}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; returns the exit status."""
+    tool = "benchmarks/simulator_speed.py"
+    return benchmark_main(tool, __doc__ or "", benchmark, ROOT, RESULTS, argv)
 
 
 if __name__ == "__main__":

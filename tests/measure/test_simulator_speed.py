@@ -67,9 +67,13 @@ def test_it_measures_and_writes(monkeypatch, tmp_path) -> None:
     tool, path = load_tool("benchmarks/simulator_speed.py"), tmp_path / "speed.json"
     monkeypatch.setattr(tool, "cases", lambda: {"small": hopper.epilogue("one_lane", 1, 1)})
     assert tool.main(["--json", str(path)]) == 0
-    (record,) = json.loads(path.read_text())["kernels"]
+    document = json.loads(path.read_text())
+    (record,) = document["kernels"]
     assert (record["kernel"], record["blocks"]) == ("epilogue_one_lane", 1)
     assert record["cpu_seconds"] >= 0 and record["warp_instructions"] > 0
+    machine = document["provenance"]
+    assert machine["command"] == "benchmarks/simulator_speed.py --json speed.json"
+    assert machine["cpu"] and machine["cores"] and machine["numpy"]
 
 
 def test_a_wrong_output_is_no_measurement() -> None:

@@ -184,6 +184,11 @@ class TestTwoFiles:
         )
         assert [k["blocks_per_sm"] for k in json.loads(out)["kernels"]] == [2, 2]
 
+    def test_threads_that_a_kernel_tells_need_not_be_given(self, capsys, planted) -> None:
+        file = f"{planted}/dispatch.sm_90a.cubin#by_switch"  # __launch_bounds__(256)
+        _, out, _ = run_tool(capsys, TOOL, file, file, "--smem", "102400", "--json")
+        assert [k["blocks_per_sm"] for k in json.loads(out)["kernels"]] == [2, 2]
+
 
 class TestMixed:
     def test_a_step_beside_a_file(self, capsys) -> None:

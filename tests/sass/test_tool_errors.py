@@ -61,10 +61,9 @@ ROWS = [
     (COMPARE, ["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
     (REPORT, ["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
     (REPORT, ["16", "--loop", "3"], "they are 0 to 0"),
-    (REPORT, ["16", "--threads", "0"], "0 threads"),
     (REPORT, [DISPATCH, "--threads", "257"], "257 threads per block: it was compiled for at most"),
     (REPORT, [f"{ONE}#one", "--arch", "sm_90", "--smem", "8"], "--smem needs --threads: one"),
-    (REPORT, [DISPATCH, "--smem", "-8"], "--smem -8 is negative"),
+    (COMPARE, [f"{ONE}#one", "--arch", "sm_90", "--smem", "8"], "--smem needs --threads: one"),
     (REPORT, [BEFORE, "--sms", "1", "--mhz", "1"], "only for kernels of this library"),
     (REPORT, ["16", "--sms", "1", "--mhz", "1", "--seq", "1000"], "1000 is not a multiple of B_r "),
     (REPORT, ["s3", "--sms", "1", "--mhz", "1"], "s3_bf16_w8_c4 has no tensor instructions"),
@@ -126,7 +125,10 @@ def test_is_refused_in_a_line(
         (COMPARE, ["8", "9", "--csv", "--sass"]),
         (COMPARE, ["8", "9", "--fold-namespace"]),
         (COMPARE, ["8", "s1", "--seq", "512", "--width", "512"]),
-        (COMPARE, [BEFORE, AFTER, "--smem", "1024"]),
+        (REPORT, ["16", "--threads", "0"]),
+        (REPORT, [DISPATCH, "--smem", "-8"]),
+        (COMPARE, [BEFORE, AFTER, "--threads", "0"]),
+        (COMPARE, [BEFORE, AFTER, "--smem", "-8"]),
     ],
 )
 def test_wrong_usage_ends_with_2(tool: str, arguments: list[str], capsys) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from flash_helpers.console.command_line import (
+    add_architecture_argument,
     add_commit_argument,
-    architecture_name,
     make_parser,
     output_file,
     output_folder,
@@ -104,12 +104,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--docs", type=Path, help=f"page (default: {' or '.join(map(str, PAGES.values()))})"
     )
-    parser.add_argument(
-        "--arch",
-        type=architecture_name,
-        default="sm_90",
-        metavar="sm_NN",
-        help="for --predict; a GPU has its own (default: sm_90)",
+    add_architecture_argument(
+        parser, "for --predict; a GPU has its own (default: sm_90)", default="sm_90"
     )
     parser.add_argument(
         "--no-profiler", action="store_true", help="with the simulator: compare the outputs only"

@@ -11,7 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.console.command_line import architecture_name, make_parser, output_file, run_tool
+from flash_helpers.console.command_line import (
+    add_architecture_argument,
+    make_parser,
+    output_file,
+    run_tool,
+)
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.baseline import (
     Baseline,
@@ -65,13 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"(default: {BASELINE.relative_to(ROOT)})",
     )
     parser.add_argument("--library", type=Path, metavar="FILE", help="(default: installed)")
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        type=architecture_name,
-        metavar="sm_NN",
-        help="(default: all architectures of the library)",
-    )
+    add_architecture_argument(parser, "(default: all architectures of the library)", nargs="+")
     parser.add_argument(
         "--any-compiler",
         action="store_true",

@@ -10,7 +10,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from flash_helpers.console.command_line import architecture_name, make_parser, print_text, run_tool
+from flash_helpers.console.command_line import (
+    add_architecture_argument,
+    make_parser,
+    print_text,
+    run_tool,
+)
 from flash_helpers.measure.machine_code import kernel_names
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
@@ -63,12 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fan-out", action="store_true", help="the SASS of all PTX instructions, by opcode"
     )
-    parser.add_argument(
-        "--arch",
-        type=architecture_name,
-        metavar="sm_NN",
-        help="for a file of several architectures",
-    )
+    add_architecture_argument(parser, "for a file of several architectures")
     parser.add_argument(
         "--kernel",
         action="append",

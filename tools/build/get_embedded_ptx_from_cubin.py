@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from flash_helpers.console.command_line import (
-    architecture_name,
     make_parser,
     output_folder,
     print_texts,
     run_tool,
 )
 from flash_helpers.measure.machine_code import kernel_names, readable_name
-from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
+from flash_helpers.measure.sass_commands.arguments import add_file_arguments
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import FileNames, ptx_texts, write_files
 
@@ -45,17 +44,7 @@ exit status: 0 done, 2 wrong usage or a file without PTX, 130 interrupted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
-    parser.add_argument(
-        "--arch", type=architecture_name, metavar="sm_NN", help="one architecture (default: all)"
-    )
-    parser.add_argument(
-        "--kernel",
-        action="append",
-        default=[],
-        help="modules with this kernel: a NAME, a pattern with * or ?, or a step of this library "
-        "(7 or v7..v9); several may be given (default: all)",
-    )
+    add_file_arguments(parser, "modules with this kernel: ")
     parser.add_argument(
         "-o",
         "--output",

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flash_helpers.console.files import text_diff, write_if_different
 
@@ -55,6 +55,13 @@ def add_commit_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
     )
+
+
+def add_architecture_argument(
+    parser: argparse.ArgumentParser, meaning: str, **options: Any
+) -> None:
+    """Add `--arch`. `meaning`: its help. `options`: further arguments of `add_argument`."""
+    parser.add_argument("--arch", type=architecture_name, metavar="sm_NN", help=meaning, **options)
 
 
 def add_lengths_argument(

@@ -152,13 +152,12 @@ def file_facts(
     results: BenchmarkResults | None,
     *,
     names: Iterable[str] = (),
-    launch: Launch | None = None,
     progress: Progress | None = None,
 ) -> KernelFacts:
     """Facts of a kernel in a file; for a kernel of this library, facts of its config.
 
     architecture, names: as for `reader.load_kernel`, added to the name in `where`.
-    results: as for `config_facts`. launch: None takes the config's launch, if there is a config.
+    results: as for `config_facts`.
 
     Raises as `reader.load_kernel` does.
     """
@@ -172,7 +171,7 @@ def file_facts(
     else:
         named = {"kernel": kernel.name, "file": kernel.origin}
         facts = KernelFacts(kernel=kernel, name=kernel.name, identity=named)
-    return replace(facts, where=where, launch=launch or facts.launch)
+    return replace(facts, where=where)
 
 
 def with_sources(kernel: Kernel, folder: Path) -> tuple[Kernel, dict[str, str]]:

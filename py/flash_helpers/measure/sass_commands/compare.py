@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.console.command_line import (
-    architecture_name,
+    add_architecture_argument,
     make_command_parser,
-    not_negative,
     output_file,
-    positive,
     print_text,
     run_tool,
 )
@@ -22,7 +20,6 @@ from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import escaped_markdown, fenced, json_text
 from flash_helpers.kernel_configs import OPERATIONS, Config, Element
 from flash_helpers.measure.machine_code import (
-    ARCHITECTURE,
     SIZE,
     ConfigFacts,
     config_facts,
@@ -36,6 +33,14 @@ from flash_helpers.measure.machine_code import (
     source_diff,
 )
 from flash_helpers.measure.results import BenchmarkResults, results_for
+from flash_helpers.measure.sass_commands.arguments import (
+    DEFAULT_ARCHITECTURE,
+    add_dtype_argument,
+    add_format_arguments,
+    add_launch_arguments,
+    add_results_argument,
+    with_launch,
+)
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     KERNEL_NAMES,
@@ -47,7 +52,6 @@ from flash_helpers.registry.selection import (
     parse_dtypes,
     require_options_of,
 )
-from flash_helpers.sass.analyse.bound import Launch
 from flash_helpers.sass.analyse.diff import diff_kernels
 from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
@@ -104,21 +108,13 @@ def parse_arguments(argv: Sequence[str] | None, command: str = COMMAND) -> argpa
         metavar="KERNEL",
         help=f"{KERNEL_NAMES}; or a file that holds machine code: {NAMED_SO}",
     )
-    parser.add_argument(
-        "--arch",
+    add_architecture_argument(
+        parser,
+        "may be given several times; each kernel is read for every architecture "
+        f"({DEFAULT_ARCHITECTURE})",
         action="append",
-        type=architecture_name,
-        metavar="sm_NN",
-        help="may be given several times; each kernel is read for every architecture (default: "
-        f"{ARCHITECTURE}, as in the committed measurements, or else the latest that is built; "
-        "for a FILE its only architecture)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_CHOICES,
-        default="bf16",
-        help="dtype of steps; a short form has its own (default: bf16)",
-    )
+    add_dtype_argument(parser, DTYPE_CHOICES)
     parser.add_argument(
         "--config",
         nargs="+",
@@ -130,22 +126,8 @@ def parse_arguments(argv: Sequence[str] | None, command: str = COMMAND) -> argpa
         "the launch whose time is shown", f"Its size is {SIZE} by default."
     )
     add_problem_options(launch, *SIZES)
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help="results of pt_bench.py (default: the repository's, if they exist)",
-    )
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", help="of FILEs: threads per block, for occupancy"
-    )
-    parser.add_argument(
-        "--smem",
-        type=not_negative,
-        default=0,
-        metavar="BYTES",
-        help="of FILEs: bytes of dynamic shared memory per block (default: 0)",
-    )
+    add_results_argument(parser)
+    add_launch_arguments(parser)
     parser.add_argument(
         "--source", action="store_true", help="also print the diff of the steps' source files"
     )
@@ -167,17 +149,12 @@ def parse_arguments(argv: Sequence[str] | None, command: str = COMMAND) -> argpa
         help="also write a page with CUDA, PTX and SASS of each kernel, as a diff against the "
         "kernel before it",
     )
-    machine = parser.add_mutually_exclusive_group()
-    machine.add_argument("--markdown", action="store_true", help="Markdown on stdout")
-    machine.add_argument("--csv", action="store_true", help="CSV on stdout: one row per kernel")
-    machine.add_argument("--json", action="store_true", help="JSON on stdout")
+    add_format_arguments(parser, csv=True)
     arguments = parser.parse_args(argv)
     if arguments.csv and (arguments.source or arguments.sass):
         parser.error("--csv cannot hold --source and --sass: use --json")
     if arguments.fold_namespace and not arguments.source:
         parser.error("--fold-namespace goes with --source")
-    if arguments.smem and arguments.threads is None:
-        parser.error("--smem goes with --threads")
     if len([name for name in SIZES if getattr(arguments, name) is not None]) > 1:
         parser.error("kernels are compared at one size: name a single size")
     return arguments
@@ -246,10 +223,9 @@ def _of_file(
     where: KernelPath, arguments: argparse.Namespace, results: BenchmarkResults | None
 ) -> list[KernelFacts]:
     """The facts of a file's kernel on each architecture."""
-    launch = Launch(arguments.threads, arguments.smem) if arguments.threads else None
     with progress_bar(f"read SASS of {where.path.name}") as progress:
         return [
-            file_facts(where, architecture, results, launch=launch, progress=progress)
+            with_launch(file_facts(where, architecture, results, progress=progress), arguments)
             for architecture in dict.fromkeys(arguments.arch or [None])
         ]
 

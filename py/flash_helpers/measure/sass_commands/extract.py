@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from flash_helpers.console.command_line import (
-    architecture_name,
     make_command_parser,
     make_parser,
     output_folder,
@@ -19,7 +18,7 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.machine_code import kernel_names, own_paths, readable_name
-from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
+from flash_helpers.measure.sass_commands.arguments import add_file_arguments
 from flash_helpers.sass.read.reader import find_kernels, iter_kernels
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import (
@@ -83,24 +82,10 @@ exit status: 0 listed, 2 wrong usage or an unusable file
 """
 
 
-def _add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
-    parser.add_argument(
-        "--arch", type=architecture_name, metavar="sm_NN", help="one architecture (default: all)"
-    )
-    parser.add_argument(
-        "--kernel",
-        action="append",
-        default=[],
-        help="a NAME, a pattern with * or ?, or a step of this library (7 or v7..v9); several may "
-        "be given (default: all)",
-    )
-
-
 def parse_arguments(argv: Sequence[str] | None, command: str = COMMAND) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong. `command`: as a user calls it."""
     parser = make_command_parser(DESCRIPTION, EXAMPLES, COMMAND, command)
-    _add_choice(parser)
+    add_file_arguments(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--list",
@@ -173,6 +158,6 @@ def main(argv: Sequence[str] | None = None, command: str = COMMAND) -> int:
 def list_main(argv: Sequence[str] | None, command: str) -> int:
     """Print the list of kernels; returns the exit status."""
     parser = make_parser(LIST_DESCRIPTION, LIST_EXAMPLES, command)
-    _add_choice(parser)
+    add_file_arguments(parser)
     arguments = parser.parse_args(argv)
     return run_tool(lambda: print_text(listed(arguments)), SassError, OSError)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flash_helpers.console.command_line import (
-    architecture_name,
+    add_architecture_argument,
     make_command_parser,
     print_text,
     run_tool,
@@ -28,7 +28,15 @@ from flash_helpers.measure.machine_code import (
     library_kernels,
     predict_config,
 )
-from flash_helpers.measure.results import RESULTS, results_for
+from flash_helpers.measure.results import results_for
+from flash_helpers.measure.sass_commands.arguments import (
+    DEFAULT_ARCHITECTURE,
+    add_dtype_argument,
+    add_format_arguments,
+    add_launch_arguments,
+    add_results_argument,
+    with_launch,
+)
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     UsageError,
@@ -38,7 +46,7 @@ from flash_helpers.registry.selection import (
     require_options_of,
     require_supported,
 )
-from flash_helpers.sass.analyse.bound import Chip, Launch
+from flash_helpers.sass.analyse.bound import Chip
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.report import report_on
 from flash_helpers.sass.read.choice import NAMED_SO
@@ -96,32 +104,12 @@ def parse_arguments(argv: Sequence[str] | None, command: str = COMMAND) -> argpa
         metavar="NAME",
         help="of a FILE: its kernel's name, instead of FILE#NAME",
     )
-    parser.add_argument(
-        "--arch",
-        type=architecture_name,
-        metavar="sm_NN",
-        help=f"such as sm_89 (default: {ARCHITECTURE}, or else the latest that is built; for a "
-        "FILE its only architecture)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_CHOICES[:-1],
-        default="bf16",
-        help="dtype of steps; a short form has its own (default: bf16)",
-    )
+    add_architecture_argument(parser, f"such as sm_89 ({DEFAULT_ARCHITECTURE})")
+    add_dtype_argument(parser, DTYPE_CHOICES[:-1])
     parser.add_argument(
         "--loop", type=int, metavar="N", help="number of the loop to show (default: the main loop)"
     )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="of a FILE: threads per block, for occupancy"
-    )
-    parser.add_argument(
-        "--smem",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="of a FILE: bytes of dynamic shared memory per block (default: 0)",
-    )
+    add_launch_arguments(parser)
     time = parser.add_argument_group(
         "least time of a launch, on another GPU or problem",
         f"The problem is the one that is measured at {SIZE}, with these changes.",
@@ -132,15 +120,8 @@ def parse_arguments(argv: Sequence[str] | None, command: str = COMMAND) -> argpa
     parser.add_argument(
         "--source", action="store_true", help="print CUDA lines above their instructions"
     )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help=f"measurements to print beside the bound, for {ARCHITECTURE} (default: {RESULTS})",
-    )
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--markdown", action="store_true", help="Markdown on stdout")
-    output.add_argument("--json", action="store_true", help="JSON on stdout")
+    add_results_argument(parser, f", to print beside the bound for {ARCHITECTURE}")
+    add_format_arguments(parser, csv=False)
     arguments = parser.parse_args(argv)
     if (arguments.sms is None) != (arguments.mhz is None):
         parser.error("--sms and --mhz go together")
@@ -200,17 +181,7 @@ def report(arguments: argparse.Namespace, root: Path) -> str:
     facts = read_kernel(arguments, root)
     if arguments.sms is not None:
         facts = with_prediction(facts, arguments)
-    if arguments.threads is not None or arguments.smem:
-        most = facts.kernel.resources.max_threads
-        threads = most if arguments.threads is None else arguments.threads
-        if arguments.smem < 0:
-            raise UsageError(f"--smem {arguments.smem} is negative")
-        if threads is None:
-            raise UsageError(
-                f"--smem needs --threads: {facts.kernel.name} does not say how many a block has"
-            )
-        facts = replace(facts, launch=Launch(threads, arguments.smem))
-    found = report_on(facts, arguments.loop)
+    found = report_on(with_launch(facts, arguments), arguments.loop)
     source = SourceText(root) if arguments.source else None
     if arguments.json:
         return json_text(report_json(found))

@@ -14,7 +14,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.console.command_line import architecture_name, make_parser, print_text, run_tool
+from flash_helpers.console.command_line import (
+    add_architecture_argument,
+    make_parser,
+    print_text,
+    run_tool,
+)
 from flash_helpers.console.progress import Progress, progress_bar
 from flash_helpers.console.tables import Table, csv_text, json_text
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
@@ -252,9 +257,7 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="another way to give NAME (default: all functions together)",
     )
-    parser.add_argument(
-        "--arch", type=architecture_name, metavar="sm_NN", help="needed where a file holds several"
-    )
+    add_architecture_argument(parser, "needed where a file holds several")
     parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")
 
 
