@@ -15,7 +15,7 @@ from flash_helpers.ptx import (
 )
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
-from flash_helpers.ptx.run.watch.order import Order, Strength, in_common, join
+from flash_helpers.ptx.run.watch.order import Knowledge, Order, Strength, join
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 PROGRAM = load_ptx(
@@ -60,7 +60,8 @@ class World:
         """An agent of each lane's block begins; what the first lane knows is what it relies on."""
         blocks = self.geometry.block_of(lanes)
         agents = np.array([self.order.agent(int(b), name) for b in blocks])
-        issued = [self.order.knowledge(lanes[i : i + 1]) for i in range(lanes.size)]
+        each = [self.order.knowledge(lanes[i : i + 1]) for i in range(lanes.size)]
+        issued = self.order.stacked(each)
         granules = self.shared.granules_at(blocks, np.full((lanes.size, 1), address), size)
         begin = (
             self.shared.agents.begin_write if action == "write" else self.shared.agents.begin_read
@@ -70,7 +71,13 @@ class World:
     def written(self, lanes=PRODUCER, address=128):
         """What is known to who has waited for an agent's write, which has ended."""
         (write,) = self.begin("write", lanes, address)
-        return self.shared.agents.end(write)
+        return self.end(write)
+
+    def end(self, access):
+        """An agent's access ends. What is known to who has waited for it."""
+        known = np.zeros((1, access.agent + 1), np.int64)
+        known[0, access.agent] = self.shared.agents.end([access])
+        return Knowledge(known)
 
     def barrier(self, lanes):
         self.order.release([self.order.arrive(lanes)], lanes)
@@ -143,7 +150,7 @@ class TestAWriteByAnAgent:
         (second,) = world.begin("write", PRODUCER, 256)
         world.order.acquire(CONSUMER, [known])
         world.touch("read", CONSUMER, 128)
-        world.shared.agents.end(second)
+        world.end(second)
         with pytest.raises(RaceError):
             world.touch("read", CONSUMER, 256)
 
@@ -173,7 +180,7 @@ class TestAWriteByAnAgent:
         (first,) = world.begin("write", PRODUCER, 128)
         with pytest.raises(PendingCopyError, match=f"which {TMA} at"):
             world.begin("write", PRODUCER, 176, position=BRKPT)
-        known = world.shared.agents.end(first)
+        known = world.end(first)
         with pytest.raises(RaceError, match=f"write by {TMA} .* and write by {TMA} .*\n.*no wait"):
             world.begin("write", PRODUCER, 176, position=BRKPT)
         world.order.acquire(PRODUCER, [known])
@@ -186,7 +193,7 @@ class TestAWriteByAnAgent:
     def test_in_several_blocks_at_once(self, world):
         everywhere = np.concatenate([lanes_of(0, block, [0]) for block in range(BLOCKS)])
         writes = world.begin("write", everywhere, 128)
-        known = world.shared.agents.end(writes[1])
+        known = world.end(writes[1])
         world.order.acquire(lanes_of(1, block=1), [known])
         world.touch("read", lanes_of(1, block=1), 128)
         with pytest.raises(PendingCopyError):
@@ -214,7 +221,7 @@ class TestAReadByAnAgent:
     def test_is_unknown_to_who_has_not_waited(self, world):
         self.written(world)
         (read,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
-        known = world.shared.agents.end(read)
+        known = world.end(read)
         with pytest.raises(RaceError, match=f"read by {WGMMA} .*\n.*no wait for it"):
             world.touch("write", PRODUCER, 128)
         with pytest.raises(RaceError, match=f"write by {TMA} .* and read by {WGMMA}"):
@@ -226,10 +233,10 @@ class TestAReadByAnAgent:
         self.written(world)
         (first,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
         (second,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
-        world.order.acquire(PRODUCER, [world.shared.agents.end(first)])
+        world.order.acquire(PRODUCER, [world.end(first)])
         with pytest.raises(RaceError, match="going on"):
             world.touch("write", PRODUCER, 128)
-        world.order.acquire(PRODUCER, [world.shared.agents.end(second)])
+        world.order.acquire(PRODUCER, [world.end(second)])
         world.touch("write", PRODUCER, 128)
 
     def test_of_what_another_warp_wrote(self, world):
@@ -243,7 +250,7 @@ class TestAReadByAnAgent:
         (write,) = world.begin("write", PRODUCER, 128)
         with pytest.raises(PendingCopyError, match=f"read by {WGMMA} .* which {TMA}"):
             world.begin("read", ONE, 128, name=WGMMA)
-        known = world.shared.agents.end(write)
+        known = world.end(write)
         with pytest.raises(RaceError, match=f"read by {WGMMA} .* write by {TMA}"):
             world.begin("read", ONE, 128, name=WGMMA)
         world.order.acquire(ONE, [known])
@@ -378,11 +385,6 @@ class TestKnowledge:
         world.order.acquire(PRODUCER, [world.order.knowledge(ONE + 1)])
         world.touch("read", PRODUCER, 128)
 
-    def test_of_an_agent_holds_what_it_was_issued_with(self, world):
-        world.touch("write", ONE, 512)
-        world.order.acquire(PRODUCER, [world.written(ONE)])
-        world.touch("read", PRODUCER, 512)
-
     def test_that_all_have_in_common(self, world):
         lanes = np.r_[lanes_of(0), CONSUMER]
         for lane, address in ((lanes_of(2, lanes=[0]), 128), (lanes_of(3, lanes=[0]), 144)):
@@ -391,12 +393,13 @@ class TestKnowledge:
         first, second = (world.order.knowledge(lanes_of(w)) for w in (2, 3))
         world.order.acquire(lanes, [first])
         world.order.acquire(lanes[1:], [second])
-        common = in_common(world.order.common_knowledge(np.unique(lanes // WARP)))
+        each = world.order.common_knowledge(np.unique(lanes // WARP))
+        common = each.min(axis=1, keepdims=True)
         agent, lane = np.array([world.order.agent(0, WGMMA)]), lanes[:1]
 
         def read(address):
             at = world.shared.granules_at(np.array([0]), np.array([[address]]), 16)
-            world.shared.agents.begin_read(TRAP, agent, lane, [common], at)
+            world.shared.agents.begin_read(TRAP, agent, lane, common, at)
 
         read(128)
         with pytest.raises(RaceError, match="write by warp 3"):
@@ -409,10 +412,10 @@ class TestKnowledge:
         world.touch("write", PRODUCER, 144)
         world.order.proxy_fence(lanes)
         for warp, address in ((1, 128), (0, 144)):
-            (common,) = world.order.common_knowledge(np.array([warp * BLOCKS]))
+            common = world.order.common_knowledge(np.array([warp * BLOCKS]))
             at = world.shared.granules_at(np.array([0]), np.array([[address]]), 16)
             agents = np.array([world.order.agent(0, WGMMA)])
-            world.shared.agents.begin_read(TRAP, agents, lanes_of(warp)[:1], [common], at)
+            world.shared.agents.begin_read(TRAP, agents, lanes_of(warp)[:1], common, at)
 
 
 def end(world, lanes):
@@ -437,7 +440,7 @@ class TestTheEndOfABlock:
         world.touch("write", PRODUCER, 128)
         world.order.proxy_fence(PRODUCER)
         (read,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
-        world.shared.agents.end(read)
+        world.end(read)
         with pytest.raises(OutlivedError, match=f"read by {WGMMA}"):
             end(world, world.geometry.lanes_of(0))
 
@@ -448,8 +451,8 @@ class TestTheEndOfABlock:
     def test_of_whose_agents_the_last_deed_was_not_waited_for(self, world):
         (first,) = world.begin("write", PRODUCER, 128)
         (second,) = world.begin("write", PRODUCER, 256)
-        world.order.acquire(ONE, [world.shared.agents.end(first)])
-        world.shared.agents.end(second)
+        world.order.acquire(ONE, [world.end(first)])
+        world.end(second)
         with pytest.raises(OutlivedError, match="shared address 256"):
             end(world, world.geometry.lanes_of(0))
 
@@ -470,7 +473,7 @@ class TestAnAgentInAnotherBlock:
     def begin(self, world):
         agents = np.array([world.order.agent(1, TMA)])
         granules = world.shared.granules_at(np.array([1]), np.array([[128]]), 64)
-        known = [world.order.knowledge(PRODUCER)]
+        known = world.order.stacked([world.order.knowledge(PRODUCER)])
         (write,) = world.shared.agents.begin_write(TRAP, agents, PRODUCER, known, granules)
         return write
 
@@ -505,7 +508,7 @@ class TestAnAgentInAnotherBlock:
     def test_that_has_waited(self, world):
         self.meet(world)
         write = self.begin(world)
-        world.order.acquire(lanes_of(2, block=1), [world.shared.agents.end(write)])
+        world.order.acquire(lanes_of(2, block=1), [world.end(write)])
         world.touch("read", lanes_of(2, block=1), 128)
         with pytest.raises(RaceError, match="read of shared address 128 and write by TMA"):
             world.touch("read", lanes_of(1, block=1), 128)

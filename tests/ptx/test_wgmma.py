@@ -21,6 +21,7 @@ from flash_helpers.ptx import (
     UnsupportedInstruction,
 )
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import rounded_sum
+from flash_helpers.ptx.run.watch.agents import AgentWatch
 
 RNG = np.random.default_rng(15)
 
@@ -338,6 +339,64 @@ class TestSharedMemory:
             Snippet(self.MULTIPLY + WAIT, **rest).run()
         rest["arguments"][name] = descriptor(address - 16)
         Snippet(self.MULTIPLY + WAIT, **rest).run()
+
+
+class TestProductsInARow:
+    """Products with nothing but arithmetic in between, whose reads begin together."""
+
+    ONCE = mma("%A", "%B")
+    STEPS = fill(0, 4) + FENCE + ONCE + "add.s64 %B, %B, 8;\n" + 3 * ONCE + COMMIT
+
+    def begun(self, monkeypatch, body, **options):
+        """How many reads each call begins. The image is 4096 zeros."""
+        counts, begin_read = [], AgentWatch.begin_read
+
+        def count(self, position, agents, *rest):
+            counts.append(agents.size)
+            return begin_read(self, position, agents, *rest)
+
+        monkeypatch.setattr(AgentWatch, "begin_read", count)
+        arguments = {"A": descriptor(0), "B": descriptor(2048)}
+        Snippet(body, arguments=arguments).run(**options)
+        return counts
+
+    def test_are_checked_at_once(self, monkeypatch):
+        # Of B one read of each product, of A one of each warp besides.
+        assert self.begun(monkeypatch, self.STEPS + WAIT) == [4, 16]
+
+    def test_in_several_blocks(self, monkeypatch):
+        assert self.begun(monkeypatch, self.STEPS + WAIT, grid=3) == [12, 48]
+
+    @pytest.mark.parametrize(
+        "between",
+        ["ld.shared.u32 %r5, [0];", COMMIT, FENCE, "bar.warp.sync -1;", "fence.proxy.async;"],
+    )
+    def test_not_with_anything_else_in_between(self, monkeypatch, between):
+        body = self.STEPS.replace(COMMIT, between) + self.ONCE + COMMIT
+        assert self.begun(monkeypatch, body + WAIT) == [4, 16, 1, 4]
+
+    def test_not_with_one_that_may_not_be_executed(self, monkeypatch):
+        body = "setp.ge.u32 %q, %thread, 128;\n" + self.STEPS.replace(COMMIT, "@%q " + self.ONCE)
+        assert self.begun(monkeypatch, body + DONE) == [4, 16]
+
+    def test_of_several_shapes(self, monkeypatch):
+        wide = fill(0, 16, "e") + mma("%A", "%B", 32, d="e")
+        assert self.begun(monkeypatch, fill(0, 4) + FENCE + self.ONCE + wide + DONE) == [1, 4, 1, 4]
+
+    def test_a_write_between_them(self):
+        late = "setp.eq.u32 %p, %thread, 77;\n@%p st.shared.u8 [2048], 1;\n"
+        with pytest.raises(RaceError, match="read by wgmma of warpgroup 0"):
+            snippet(fill(0, 4) + FENCE + self.ONCE + late + self.ONCE + DONE).run()
+
+    def test_the_one_that_reads_too_early_is_told(self):
+        # 8 x 8 of B behind those that the first product reads are written without a fence.
+        write = "mad.lo.u32 %r5, %thread, 4, 2304;\nst.shared.u32 [%r5], 0;\nbar.sync 0;\n"
+        second = mma("%A", "%B", rest="-1, 1, 0, 0")
+        body = fill(0, 4) + FENCE + self.ONCE + "add.s64 %B, %B, 16;\n" + second + DONE
+        with pytest.raises(ProxyError, match="read by wgmma") as caught:
+            snippet(write + body).run()
+        line = snippet(write + body).text(128).splitlines()[caught.value.site.ptx_line - 1]
+        assert "-1, 1, 0, 0" in line
 
 
 @pytest.mark.parametrize("name", ["A", "B"])

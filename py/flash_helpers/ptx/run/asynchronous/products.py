@@ -32,7 +32,8 @@ class Product:
     """A wgmma.mma_async, decoded. `n`: columns of D. `d`, `a`: registers, as uint32 over all lanes,
     with their names; `a` is empty where A is in shared memory. `a_matrix`, `b_matrix`: readers of
     the descriptors. `sign`: sign of the product. `saturates`: as in `rounded_sum`. `sparsity`: None
-    for a dense A. `d_fragments`, `a_fragments`: fragments of `RegisterWatch`."""
+    for a dense A. `d_fragments`, `a_fragments`: fragments of `RegisterWatch`. `goes_on`: whether
+    all its warps issue another product next, before they do more than write registers."""
 
     position: int
     n: int
@@ -50,6 +51,7 @@ class Product:
     b_matrix: MatrixOperand
     d_fragments: Fragments
     a_fragments: Fragments
+    goes_on: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class Issue:
     b_bits: np.ndarray
     adds: np.ndarray
     metadata: np.ndarray
+
+    @property
+    def footprint(self) -> tuple[object, ...]:
+        """Equal for products of the same warps that read matrices of the same shape."""
+        product = self.product
+        return product.a_matrix, product.b_matrix, self.warps.tobytes(), self.groups.tobytes()
 
     def some(self, which: np.ndarray) -> Issue:
         """The part of some of the warps."""

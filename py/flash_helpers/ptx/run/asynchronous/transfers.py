@@ -188,13 +188,14 @@ class Transfers:
             self._check_fenced("read", position, lane, piece, issued)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
         granules, lints, read_from = self._granules(rows, unit), self.lints, None
-        accesses = self.shared.agents.begin_write(position, agents, lanes, [issued], granules[None])
+        known = self.shared.order.stacked([issued])
+        accesses = self.shared.agents.begin_write(position, agents, lanes, known, granules[None])
         if lints is not None:
             lints.issue(position, lane, granules, issued)
         if source is not None:
             origin = self._granules(source, unit)
             reading, unwritten = self.shared.agents.begin_read(
-                position, agents, lanes, [issued], origin[None]
+                position, agents, lanes, known, origin[None]
             )
             accesses += reading
             read_from = origin, None if unwritten is None else unwritten[0]
@@ -223,8 +224,9 @@ class Transfers:
         granules = self._granules(chunks, CHUNK)
         issued = self.shared.order.knowledge_of_each(lanes)
         self._check_fenced("write", position, int(lanes[0]), target, issued)
+        known = self.shared.order.stacked([issued])
         (access,), unwritten = self.shared.agents.begin_read(
-            position, np.array([self._agent(lanes)]), lanes[:1], [issued], granules[None]
+            position, np.array([self._agent(lanes)]), lanes[:1], known, granules[None]
         )
         if self.lints is not None:
             self.lints.copy_out(position, int(lanes[0]), granules, target)
@@ -527,8 +529,7 @@ class Transfers:
         self.poison.copied_in(load.position, granules, self.shared.stride, load.source)
         if self.lints is not None:
             self.lints.deliver(load.position, load.lane, granules, load.piece)
-        for access in load.accesses:
-            self.shared.agents.end(access)
+        self.shared.agents.end(load.accesses)
         # The knowledge of its thread at the time of issue is not handed on.
         known = self.shared.order.agent_knowledge(load.accesses[0].agent)
         self.phases.complete(load.position, load.lane, load.where, load.size, known, load.phase)

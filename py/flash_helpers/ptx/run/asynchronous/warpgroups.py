@@ -7,6 +7,9 @@ registers (`wgmma_registers`). It is computed at the latest moment that is allow
 retires, separately for the 16 rows of each warp. With a seed it is computed at a random moment
 before, once the warps that retire together have committed it.
 
+The reads of products that follow each other, with nothing but arithmetic in between, are checked
+and marked together (`Product.goes_on`).
+
 A group retires for the whole warpgroup as soon as one of its warps has waited for it, and that warp
 waits until all four have committed the group. Where warps retire alone (`strict`), each waits for
 its own part, and a warp that has waited knows nothing of the others.
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from weakref import proxy
 
 import numpy as np
@@ -43,11 +47,11 @@ from flash_helpers.ptx.run.asynchronous.transfers import CHANCE
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import WARP_ROWS
 from flash_helpers.ptx.run.asynchronous.wgmma_registers import RegisterWatch
 from flash_helpers.ptx.run.geometry import Geometry
-from flash_helpers.ptx.run.memory.descriptors import CHUNK
+from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
 from flash_helpers.ptx.run.watch.agents import AgentAccess
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
-from flash_helpers.ptx.run.watch.order import Knowledge, in_common
+from flash_helpers.ptx.run.watch.order import Knowledge
 from flash_helpers.ptx.run.watch.poison import Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
@@ -98,9 +102,14 @@ class Warpgroups:
         self._issued: list[Issue] = []
         # Products computed early, until a warp has waited for them.
         self._early: list[Issue] = []
+        # Products whose reads have not begun.
+        self._unread: list[Issue] = []
         self._reads: dict[int, list[tuple[int, AgentAccess]]] = defaultdict(list)
+        owners = int(self._owner_of.max()) + 1
         # Up to when the reads of each owner are over.
-        self._over = np.zeros(int(self._owner_of.max()) + 1, np.int64)
+        self._over = np.zeros(owners, np.int64)
+        # The agent of each owner, -1 before its first product.
+        self._agents = np.full(owners, -1)
         weak = proxy(self)
         stories = self.shared.marks.stories
         stories.append(lambda agent, lane, position: weak._explain(agent, position))
@@ -150,7 +159,7 @@ class Warpgroups:
             self.lints.wait(warps, targets)
         for owner in np.unique(owners).tolist():
             self._end_reads(owner, int(limits[owner]))
-            known = np.zeros((1, self._agent(owner) + 1), np.int64)
+            known = np.zeros((1, self._agent_of(owner) + 1), np.int64)
             known[0, -1] = self._over[owner]
             self.shared.order.acquire(lanes_of_warps(warps[owners == owner]), [Knowledge(known)])
 
@@ -191,8 +200,12 @@ class Warpgroups:
         if not good.all():
             issue = issue.some(good)
         if good.any():
-            self._begin_reads(issue)
             self._issued.append(issue)
+            self._unread.append(issue)
+        if not product.goes_on:
+            for _, alike in groupby(self._unread, lambda each: each.footprint):
+                self._begin_reads(list(alike))
+            self._unread.clear()
 
     def end(self, warps: np.ndarray) -> None:
         """All threads of warps end."""
@@ -255,68 +268,95 @@ class Warpgroups:
                 good &= ~its
         return good
 
-    def _begin_reads(self, issue: Issue) -> None:
-        """Begin the reads of B, by all warps that issue together, and of each warp's rows of A."""
-        product, owners = issue.product, self._owner_of[issue.warps]
-        each, first = np.unique(owners, return_index=True)
-        of_warps = self.shared.order.common_knowledge(issue.warps)
-        known = [
-            in_common([of_warps[i] for i in np.flatnonzero(owners == owner).tolist()])
-            for owner in each
-        ]
-        addresses = [product.b_matrix.addresses(bits) for bits in issue.b_bits[first].tolist()]
-        self._read(issue, first, known, issue.b_bits[first], addresses)
-        if product.a_matrix is None:
-            return
-        places = issue.warps // len(self.geometry.blocks) % WARPS
-        addresses = [
-            product.a_matrix.rows_at(bits, WARP_ROWS * place, WARP_ROWS)
-            for bits, place in zip(issue.a_bits.tolist(), places.tolist(), strict=True)
-        ]
-        self._read(issue, np.arange(owners.size), of_warps, issue.a_bits, addresses)
+    def _begin_reads(self, issues: Sequence[Issue]) -> None:
+        """Begin the reads of products of the same warps and shape: of B, by all warps of an owner
+        that issue together, and of each warp's rows of A."""
+        product, warps = issues[0].product, issues[0].warps
+        owners = self._owner_of[warps]
+        by_owner = np.argsort(owners, kind="stable")
+        starts = np.flatnonzero(np.diff(owners[by_owner], prepend=-1))
+        known = self.shared.order.common_knowledge(warps)
+        of_owners = np.minimum.reduceat(known[:, by_owner], starts, axis=1)
+        bits = np.stack([issue.b_bits for issue in issues])
+        first = by_owner[starts]
+        self._read(issues, first, of_owners, product.b_matrix, bits[:, first])
+        if product.a_matrix is not None:
+            bits = np.stack([issue.a_bits for issue in issues])
+            self._read(issues, np.arange(warps.size), known, product.a_matrix, bits)
 
     def _read(
         self,
-        issue: Issue,
+        issues: Sequence[Issue],
         which: np.ndarray,
-        known: Sequence[Knowledge],
+        known: np.ndarray,
+        matrix: MatrixOperand,
         bits: np.ndarray,
-        addresses: Sequence[np.ndarray],
     ) -> None:
-        """Reads for some warps. `which`: the warps for which something is read."""
-        warps = issue.warps[which]
-        owners = self._owner_of[warps].tolist()
-        blocks = warps % len(self.geometry.blocks)
+        """Reads of a matrix by products for some warps. `which`: these warps, (n,). `known`: what
+        they rely on, (planes, n, columns). `bits`: their descriptors, (products, n)."""
+        warps, count = issues[0].warps[which], len(issues)
+        n_blocks = len(self.geometry.blocks)
+        parts = np.zeros(warps.size, np.int64)
+        if matrix is issues[0].product.a_matrix:
+            parts = 1 + warps // n_blocks % WARPS
+        named = zip(bits.reshape(-1).tolist(), np.tile(parts, count).tolist(), strict=True)
+        addresses = [_addresses(matrix, *each) for each in named]
+        blocks = np.tile(warps % n_blocks, count)
         chunks = np.stack(addresses).reshape(len(addresses), -1)
         granules = self.shared.granules_at(blocks, chunks, CHUNK)
-        agents = np.array([self._agent(owner) for owner in owners])
+        owners, number = np.unique(self._owner_of[warps], return_inverse=True)
+        agents = np.array([self._agent_of(owner) for owner in owners.tolist()])
         begun, unwritten = self.shared.agents.begin_read(
-            issue.product.position, agents, warps * WARP, known, granules
+            np.array([issue.product.position for issue in issues]).repeat(warps.size),
+            np.tile(agents[number], count),
+            np.tile(warps * WARP, count),
+            np.tile(known, (1, count, 1)),
+            granules,
+            np.tile(number, count),
         )
-        for owner, group, access in zip(owners, issue.groups[which].tolist(), begun, strict=True):
+        groups = np.zeros(owners.size, np.int64)
+        groups[number] = issues[0].groups[which]
+        for owner, group, access in zip(owners.tolist(), groups.tolist(), begun, strict=True):
             self._reads[owner].append((group, access))
         if unwritten is not None:
             self.poison.start()
         if self.lints is not None:
-            self.lints.layouts.multiply(issue.product.position, warps, bits.tolist(), addresses)
-            # Of B each warp reads what the first of its owner does.
-            i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
-            if which.size == issue.warps.size:
-                i = j = np.arange(which.size)
-            self.lints.multiply(
-                issue.product.position, issue.warps[i], issue.groups[i], granules[j]
-            )
+            step = warps.size
+            for i, issue in enumerate(issues):
+                these = slice(i * step, (i + 1) * step)
+                self._lint(issue, which, addresses[these], granules[these], bits[i])
 
-    def _agent(self, owner: int) -> int:
-        block, number = owner % len(self.geometry.blocks), owner // len(self.geometry.blocks)
-        what = "warp" if self.strict else "warpgroup"
-        return self.shared.order.agent(block, f"wgmma of {what} {number}")
+    def _lint(
+        self,
+        issue: Issue,
+        which: np.ndarray,
+        addresses: Sequence[np.ndarray],
+        granules: np.ndarray,
+        bits: np.ndarray,
+    ) -> None:
+        """Lints of the reads of a matrix by a product for some warps."""
+        assert self.lints is not None
+        position, warps = issue.product.position, issue.warps[which]
+        self.lints.layouts.multiply(position, warps, bits.tolist(), addresses)
+        # Of B each warp reads what the first of its owner does.
+        i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
+        if which.size == issue.warps.size:
+            i = j = np.arange(which.size)
+        self.lints.multiply(position, issue.warps[i], issue.groups[i], granules[j])
+
+    def _agent_of(self, owner: int) -> int:
+        """The agent that reads for an owner."""
+        if self._agents[owner] < 0:
+            block, number = owner % len(self.geometry.blocks), owner // len(self.geometry.blocks)
+            what = "warp" if self.strict else "warpgroup"
+            self._agents[owner] = self.shared.order.agent(block, f"wgmma of {what} {number}")
+        return int(self._agents[owner])
 
     def _end_reads(self, owner: int, limit: int) -> None:
         """Ends the reads of groups before a limit."""
         over = [access for group, access in self._reads[owner] if group < limit]
         if over:
-            self._over[owner] = self.shared.agents.end_reads(over)
+            self._over[owner] = self.shared.agents.end(over)
             self._reads[owner] = [each for each in self._reads[owner] if each[0] >= limit]
 
     # -- what they compute -------------------------------------------------------------------------
@@ -370,7 +410,7 @@ class Warpgroups:
     def _explain(self, agent: int, position: int) -> str:
         """Text for a lane that overwrites what a product reads, if a wait has missed it."""
         for issue in self._issued:
-            agents = [self._agent(owner) for owner in self._owner_of[issue.warps].tolist()]
+            agents = [self._agent_of(owner) for owner in self._owner_of[issue.warps].tolist()]
             if issue.product.position == position and agent in agents:
                 return self._why_pending(issue, int(issue.warps[agents.index(agent)]))
         return ""
@@ -398,3 +438,10 @@ class Warpgroups:
         """Reports a fault of some warps. `bad`: the warps at fault."""
         thread = self.geometry.thread(warps[bad.argmax()] * WARP)
         self.log.report(kind, text, position, thread, address, int(bad.sum()))
+
+
+def _addresses(matrix: MatrixOperand, bits: int, part: int) -> np.ndarray:
+    """Addresses of the chunks of a matrix, or of the rows of a warp: warp number `part` - 1."""
+    if not part:
+        return matrix.addresses(bits)
+    return matrix.rows_at(bits, WARP_ROWS * (part - 1), WARP_ROWS)

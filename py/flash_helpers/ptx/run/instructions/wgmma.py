@@ -10,7 +10,16 @@ import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MatrixDescriptorError
-from flash_helpers.ptx.read.module import Immediate, Instruction, Operand, Register, Vector
+from flash_helpers.ptx.read.flow import Program, is_wgmma
+from flash_helpers.ptx.read.module import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Register,
+    Vector,
+)
+from flash_helpers.ptx.read.registers import has_result
 from flash_helpers.ptx.run.asynchronous.products import Product
 from flash_helpers.ptx.run.asynchronous.register_pool import wanted_count
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import per_register
@@ -125,6 +134,7 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
         b_matrix=MatrixOperand(n, not b_trans, 4 if is_sparse else 2),
         d_fragments=warpgroups.registers.fragments(d),
         a_fragments=warpgroups.registers.fragments(a),
+        goes_on=_goes_on(machine.program, machine.position),
     )
     none = np.zeros(1, np.uint64)
     a_bits = none if in_registers else machine.source(a_operand, "u64")
@@ -169,6 +179,17 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
         )
 
     return machine.from_some(run_some)
+
+
+def _goes_on(program: Program, position: int) -> bool:
+    """Whether the next instruction of the block that does more than write registers is a product,
+    of all lanes that execute this one."""
+    for each in program.instructions[position + 1 : program.block_at(position).end]:
+        if is_wgmma(each):
+            return each.guard is None
+        if not has_result(each) or any(isinstance(o, Address) for o in each.operands):
+            return False
+    return False
 
 
 def _setmaxnreg(machine: Machine, instruction: Instruction) -> Action:

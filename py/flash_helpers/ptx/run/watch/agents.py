@@ -34,24 +34,26 @@ from flash_helpers.ptx.run.watch.marks import (
     missing_between,
     object_made_at,
 )
-from flash_helpers.ptx.run.watch.order import Knowledge
-from flash_helpers.ptx.run.watch.presence import Presence
+from flash_helpers.ptx.run.watch.presence import Positions, Presence
 
 
 @dataclass(frozen=True)
 class AgentAccess:
-    """An access that an agent has begun to granules (m,) and not ended. `action`: "read" or
-    "write". `lane`: the lane that it works for. `block`: the owner of the granules. `issued`: the
-    knowledge of its issuer. `code`: mark of its granules until it ends."""
+    """Accesses that an agent has begun together, to rows of granules (k, m), and not ended.
+    `action`: "read" or "write". `lane`: the lane that it works for. `block`: the owner of the
+    granules. `codes`: marks of each row until it ends, (k, 1)."""
 
     action: str
-    position: int
     agent: int
     lane: int
     block: int
-    issued: Knowledge
     granules: np.ndarray
-    code: int
+    codes: np.ndarray
+
+    @property
+    def position(self) -> int:
+        """The instruction of the first of them."""
+        return int(self.codes[0, 0]) & SITE_MASK
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,9 @@ class _Accesses:
     that was issued with them, (n, columns)."""
 
     action: str
-    position: int
+    position: Positions
     agents: np.ndarray
     lanes: np.ndarray
-    issued: Sequence[Knowledge]
     granules: np.ndarray
     known: np.ndarray
     visible: np.ndarray
@@ -78,24 +79,24 @@ class AgentWatch:
         self.order = marks.order
         self.log = marks.log
         self.presence = presence
-        # By agent and block: the accesses that have not ended, by their codes, and the last one
-        # that ended, with its time.
+        # By agent and block: the accesses that have not ended, by their first codes, and the last
+        # one that ended, with its time.
         self._open: defaultdict[tuple[int, int], dict[int, AgentAccess]] = defaultdict(dict)
         self._ended: dict[tuple[int, int], tuple[int, AgentAccess]] = {}
 
     def begin_write(
         self,
-        position: int,
+        position: Positions,
         agents: np.ndarray,
         lanes: np.ndarray,
-        issued: Sequence[Knowledge],
+        issued: np.ndarray,
         granules: np.ndarray,
     ) -> list[AgentAccess]:
         """Checks and records n writes that agents begin; until they `end` their bytes are pending.
 
         `agents`: (n,), columns of `order`. `lanes`: (n,), the lanes that they work for. `issued`:
-        each issuer's knowledge of earlier accesses. `granules`: (n, m), from `granules_at`, of one
-        block each.
+        each issuer's knowledge of earlier accesses, (planes, n, columns). `granules`: (n, m), from
+        `granules_at`, of one block each.
         """
         access = self._accesses("write", position, agents, lanes, issued, granules)
         self._check_writes(access)
@@ -104,9 +105,9 @@ class AgentWatch:
         self._check_reads(access)
         codes = self._pending_codes(access)
         self.order.weak_write(granules.reshape(-1), 1)
-        self.marks.written[granules] = codes[:, None]
+        self.marks.written[granules] = codes
         self.marks.writer[granules] = agents[:, None]
-        twice = self.marks.written[granules] != codes[:, None]
+        twice = self.marks.written[granules] != codes
         if twice.any():
             first, column = np.argwhere(twice)[0]
             text = " twice\n    in the same instruction: which of the two stays is undefined"
@@ -115,43 +116,34 @@ class AgentWatch:
 
     def begin_read(
         self,
-        position: int,
+        position: Positions,
         agents: np.ndarray,
         lanes: np.ndarray,
-        issued: Sequence[Knowledge],
+        issued: np.ndarray,
         granules: np.ndarray,
+        ends_with: np.ndarray | None = None,
     ) -> tuple[list[AgentAccess], np.ndarray | None]:
         """As `begin_write`, for reads: until they `end`, the bytes may not be written. Also returns
-        which granules nothing has written, (n, m), or None."""
+        which granules nothing has written, (n, m), or None. `ends_with`: for each read the number
+        of the `AgentAccess` that it belongs to, since they end together; each is one by itself if
+        None."""
         access = self._accesses("read", position, agents, lanes, issued, granules)
         self._check_writes(access)
         for name in CONFLICTS["read", False]:
             self._check_history(access, self.marks.histories[name])
         codes = self._pending_codes(access)
-        for agent, mine, code in zip(agents.tolist(), granules, codes.tolist(), strict=True):
-            self._reads_of(agent)[mine] = code
+        for agent in dict.fromkeys(agents.tolist()):
+            mine = agents == agent
+            self._reads_of(agent)[granules[mine]] = codes[mine]
         unwritten = self.marks.written[granules] == UNWRITTEN
-        return self._begun(access, codes), unwritten if unwritten.any() else None
+        return self._begun(access, codes, ends_with), unwritten if unwritten.any() else None
 
-    def end(self, access: AgentAccess) -> Knowledge:
-        """Ends an agent's accesses; returns the knowledge of lanes that have waited for them."""
-        self._mark_end(access)
-        self._ended[access.agent, access.block] = self.order.now, access
-        return self.order.agent_knowledge(access.agent, access.issued)
-
-    def end_reads(self, accesses: Sequence[AgentAccess]) -> int:
-        """Ends reads of one agent; returns the time up to which lanes know the agent that have
+    def end(self, accesses: Sequence[AgentAccess]) -> int:
+        """Ends accesses of agents; returns the time up to which lanes know the agents that have
         waited for them."""
-        codes, now = self.marks.agent_reads[accesses[0].agent], self.order.now
-        sizes = [access.granules.size for access in accesses]
-        granules = np.concatenate([access.granules for access in accesses])
-        begun = np.repeat([access.code for access in accesses], sizes)
-        ended = np.repeat([self.marks.code(access.position) for access in accesses], sizes)
-        # A later access may have marked some of the granules.
-        mine = codes[granules] == begun
-        codes[granules[mine]] = ended[mine]
+        now = self.order.now
         for access in accesses:
-            self.forget(access)
+            self._mark_end(access)
             self._ended[access.agent, access.block] = now, access
         self.order.now += 1
         return now
@@ -164,13 +156,13 @@ class AgentWatch:
     def share_out(self, access: AgentAccess, agents: Sequence[int]) -> list[AgentAccess]:
         """Makes of the read of an agent of lanes that of several agents of fewer lanes each."""
         self.forget(access)
-        codes = self.marks.agent_reads[access.agent]
-        mine = access.granules[codes[access.granules] == access.code]
+        codes, code = self.marks.agent_reads[access.agent], int(access.codes[0, 0])
+        mine = access.granules[codes[access.granules] == access.codes]
         codes[mine] = 0
         parts = [replace(access, agent=agent) for agent in agents]
         for part in parts:
-            self._reads_of(part.agent)[mine] = access.code
-            self._open[part.agent, part.block][part.code] = part
+            self._reads_of(part.agent)[mine] = code
+            self._open[part.agent, part.block][code] = part
         return parts
 
     def _reads_of(self, agent: int) -> np.ndarray:
@@ -180,19 +172,21 @@ class AgentWatch:
         return self.marks.agent_reads[agent]
 
     def _mark_end(self, access: AgentAccess) -> None:
-        code, flag = self.marks.code(access.position), 0
-        codes = self.marks.written
+        codes, flag = self.marks.written, BY_AGENT
         if access.action == "read":
-            codes = self.marks.agent_reads[access.agent]
-        else:
-            flag = BY_AGENT
+            codes, flag = self.marks.agent_reads[access.agent], 0
+        ended = self.marks.code(0) | access.codes & SITE_MASK | flag
         # A later access may have marked some of the granules.
-        codes[access.granules[codes[access.granules] == access.code]] = code | flag
+        mine = codes[access.granules] == access.codes
+        if mine.all():
+            codes[access.granules] = ended
+        else:
+            codes[access.granules[mine]] = np.broadcast_to(ended, mine.shape)[mine]
         self.forget(access)
 
     def forget(self, access: AgentAccess) -> None:
         """Forgets an access, after it was reported that no thread waits for it."""
-        self._open[access.agent, access.block].pop(access.code, None)
+        self._open[access.agent, access.block].pop(int(access.codes[0, 0]), None)
 
     def end_blocks(self, blocks: Sequence[int]) -> None:
         """Blocks of the batch have ended. Reports accesses of agents that may still touch their
@@ -219,32 +213,43 @@ class AgentWatch:
     def _accesses(
         self,
         action: str,
-        position: int,
+        position: Positions,
         agents: np.ndarray,
         lanes: np.ndarray,
-        issued: Sequence[Knowledge],
+        issued: np.ndarray,
         granules: np.ndarray,
     ) -> _Accesses:
         where = np.divmod(granules.min(axis=1) * self.marks.granule, self.marks.stride)
         self.presence.check(action, position, lanes, *where)
-        known, visible = self.order.stacked(issued)
-        return _Accesses(action, position, agents, lanes, issued, granules, known, visible)
+        known, visible, *_ = self.order.fitted(issued)
+        return _Accesses(action, position, agents, lanes, granules, known, visible)
 
     def _pending_codes(self, access: _Accesses) -> np.ndarray:
-        """One code for each access, different from all others."""
+        """One code for each access, different from all others, (n, 1)."""
         times = self.order.now + np.arange(len(access.agents))
         self.order.now += len(times)
         flags = PENDING | (BY_AGENT if access.action == "write" else 0)
-        return times << SITE_BITS | access.position | flags
+        return (times << SITE_BITS | access.position | flags)[:, None]
 
-    def _begun(self, a: _Accesses, codes: np.ndarray) -> list[AgentAccess]:
-        blocks = a.granules[:, 0] * self.marks.granule // self.marks.stride
-        whose = (a.agents.tolist(), a.lanes.tolist(), blocks.tolist())
-        rows = zip(*whose, a.issued, a.granules, codes.tolist(), strict=True)
-        accesses = [AgentAccess(a.action, a.position, *row) for row in rows]
-        for access in accesses:
-            self._open[access.agent, access.block][access.code] = access
+    def _begun(
+        self, a: _Accesses, codes: np.ndarray, ends_with: np.ndarray | None = None
+    ) -> list[AgentAccess]:
+        if ends_with is None:
+            ends_with = np.arange(len(codes))
+        accesses = []
+        for number in range(int(ends_with.max()) + 1):
+            mine = np.flatnonzero(ends_with == number)
+            first = int(mine[0])
+            agent, block = int(a.agents[first]), self._block_of(a.granules[first])
+            access = AgentAccess(
+                a.action, agent, int(a.lanes[first]), block, a.granules[mine], codes[mine]
+            )
+            self._open[agent, block][int(access.codes[0, 0])] = access
+            accesses.append(access)
         return accesses
+
+    def _block_of(self, granules: np.ndarray) -> int:
+        return int(granules[0]) * self.marks.granule // self.marks.stride
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -301,8 +306,7 @@ class AgentWatch:
         (n, columns) of knowledge."""
         if not by_agent.any():
             return self.order.lanes_in(known, writers)
-        agents = np.where(by_agent, writers, 0).astype(np.int64)
-        of_agents = np.take_along_axis(known, agents, axis=1)
+        of_agents = known[np.arange(len(known))[:, None], np.where(by_agent, writers, 0)]
         if by_agent.all():
             return of_agents
         return np.where(
@@ -363,4 +367,5 @@ class AgentWatch:
         name = self.order.agent_name(int(access.agents[first]))
         detail = f"{access.action} by {name} of {place}{text}"
         thread = self.geometry.thread(lane)
-        self.log.report(kind, detail, access.position, thread, address, count)
+        position = int(np.broadcast_to(access.position, access.lanes.shape)[first])
+        self.log.report(kind, detail, position, thread, address, count)

@@ -82,12 +82,6 @@ def join(several: Sequence[Knowledge]) -> Knowledge:
     return Knowledge(_latest([k.known for k in several]), _latest(fenced) if fenced else None)
 
 
-def in_common(several: Sequence[Knowledge]) -> Knowledge:
-    """The part that several pieces of knowledge have in common, from one
-    `Order.common_knowledge`."""
-    return Knowledge(np.min([k.known for k in several], axis=0))
-
-
 class Order:
     """The knowledge that each lane of a batch has of the lanes and agents of its cluster.
 
@@ -254,10 +248,10 @@ class Order:
         self.now += 1
         return Knowledge(known.min(axis=1))
 
-    def common_knowledge(self, warps: np.ndarray) -> list[Knowledge]:
-        """The common knowledge of all lanes of each whole warp now, with the warp's own accesses.
-        An instruction that they execute together may rely on it. `in_common`: the common knowledge
-        of several warps."""
+    def common_knowledge(self, warps: np.ndarray) -> np.ndarray:
+        """The common knowledge of all lanes of each whole warp now, with the warp's own accesses,
+        (planes, n, columns). An instruction that they execute together may rely on it. The least
+        times of several warps are their common knowledge."""
         rows = self._row_of[_lanes_of_warps(warps)]
         if (rows == rows[:, :1]).all():
             rows = rows[:, :1]
@@ -265,7 +259,7 @@ class Order:
         known[0, np.arange(warps.size), :, self._own[1][warps]] = self.now
         self._spread_to_lanes(known)
         self.now += 1
-        return [Knowledge(of_warp) for of_warp in known.min(axis=2).swapaxes(0, 1)]
+        return known[:, :, 0] if known.shape[2] == 1 else known.min(axis=2)
 
     def _spread_to_lanes(self, known: np.ndarray) -> None:
         """Raises the columns of lanes to those of their warps, (..., columns): a lane that knows a
@@ -406,13 +400,10 @@ class Order:
         rank, name = next(key for key, column in self._agents.items() if column == agent)
         return name if self.geometry.cluster == 1 else f"{name} of the block of rank {rank}"
 
-    def agent_knowledge(self, agent: int, issued: Knowledge | None = None) -> Knowledge:
-        """The knowledge gained by a wait for all operations of an agent until now. `issued`:
-        knowledge of the issuer, where that is handed on."""
+    def agent_knowledge(self, agent: int) -> Knowledge:
+        """The knowledge gained by a wait for all operations of an agent until now."""
         known = np.zeros((1, self._n_columns), np.int64)
-        if issued is not None:
-            known = _fit(issued.known, known.shape).copy()
-        known[0, agent] = max(known[0, agent], self.now)
+        known[0, agent] = self.now
         self.now += 1
         return Knowledge(known)
 
@@ -448,6 +439,11 @@ class Order:
         """Knowledge of several moments as one array, (planes, n, columns)."""
         shape = (planes, self._n_columns)
         return np.stack([_fit(knowledge.known, shape)[:planes] for knowledge in several], axis=1)
+
+    def fitted(self, known: np.ndarray, planes: int = 2) -> np.ndarray:
+        """Knowledge (planes, n, columns) of a moment, with the planes and columns that have come
+        since, as `stacked`."""
+        return _fit(known, (planes, 0, self._n_columns))
 
     def lanes_in(self, known: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Times of places (n, k) in one plane (n, columns) of `stacked`."""

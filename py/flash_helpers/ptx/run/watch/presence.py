@@ -17,6 +17,9 @@ from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Order
 
+Positions = np.ndarray | int
+"""The instruction of each of several accesses, or of all."""
+
 
 class Presence:
     """The threads and blocks of a batch that have ended, and accesses to other blocks."""
@@ -39,14 +42,17 @@ class Presence:
     def check(
         self,
         action: str,
-        position: int,
+        position: Positions,
         lanes: np.ndarray,
         blocks: np.ndarray,
         addresses: np.ndarray,
     ) -> None:
         """Checks that blocks (n,) of the batch are there when lanes (n,), or agents for them, begin
         to touch addresses (n,) in them. Lanes of these blocks themselves are not checked."""
-        lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
+        if self.geometry.cluster == 1:
+            return
+        positions = np.broadcast_to(position, lanes.shape)
+        lanes, blocks, addresses, positions = self._remote(lanes, blocks, addresses, positions)
         if not lanes.size:
             return
         ranks, ended = blocks % self.geometry.cluster, self._has_ended[blocks]
@@ -59,7 +65,7 @@ class Presence:
                 i, address = int(wrong.argmax()), int(addresses[wrong][0])
                 detail = f"{action} of shared address {address} of the block of rank {ranks[i]}"
                 count = int(wrong.sum())
-                self._report(f"{detail}, {text}", position, int(lanes[i]), address, count)
+                self._report(f"{detail}, {text}", int(positions[i]), int(lanes[i]), address, count)
 
     def record(
         self,
@@ -71,6 +77,8 @@ class Presence:
     ) -> None:
         """As `check`, for accesses of lanes themselves: the blocks must not end before they know of
         them. Call it before anything that the instruction releases."""
+        if self.geometry.cluster == 1:
+            return
         lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
         self._actions[position] = action
         if action in ("write", "atomic access"):
@@ -99,14 +107,10 @@ class Presence:
                 self.geometry.thread(lane),
             )
 
-    def _remote(
-        self, lanes: np.ndarray, blocks: np.ndarray, addresses: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _remote(self, lanes: np.ndarray, blocks: np.ndarray, *more: np.ndarray) -> list[np.ndarray]:
         """The accesses to blocks other than the lanes' own."""
-        if self.geometry.cluster == 1:
-            return lanes[:0], blocks[:0], addresses[:0]
         remote = blocks != self.geometry.block_of(lanes)
-        return lanes[remote], blocks[remote], addresses[remote]
+        return [array[remote] for array in (lanes, blocks, *more)]
 
     def end(self, lanes: np.ndarray) -> list[int]:
         """Records that threads end; returns the blocks that have ended with them."""
