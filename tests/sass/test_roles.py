@@ -320,35 +320,160 @@ EITHER = f"""
 )  # fmt: skip
 def test_a_role_is_not_known_where_warps_may_differ_in_what_is_not_known(condition, is_known):
     found = roles(kernel(EITHER.replace("CONDITION", condition)), 256)
-    assert all(not role.reason for role in found) == is_known
+    assert all(role.is_known and not role.unsure for role in found) == is_known
     if not is_known:
-        unknown = next(role for role in found if role.reason)
+        unknown = next(role for role in found if not role.is_known)
         assert unknown.name == "not known" and unknown.working_loop is None
+        assert unknown.unsure == unknown.loops == (0, 1)
         assert "leads to loops 0 or 1, by a value that is not known" in unknown.reason
 
 
-def test_a_turn_of_a_loop_or_none_and_an_early_end_leave_a_role_known():
+# A loop that a warp runs, or passes by, by P0.
+SKIPPED = f"""
+    S2R R2, SR_TID.X
+    SHF.R.U32.HI R3, RZ, 0x5, R2
+    LDC.64 R8, c[0x0][0x210]
+    CONDITION
+    @P0 BRA behind
+    loop: {HGMMA}
+    @P1 BRA loop
+    behind: FADD R1, R1, R1
+    EXIT
+"""
+TESTED = "ISETP.NE.AND P0, PT, R5, RZ, PT"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    (
+        # from an address of the warp's own, or of its lanes
+        f"LDG.E R5, [R2.64]\n{TESTED}",
+        f"IADD3 R4, R8, R3, RZ\nLDG.E.CONSTANT R5, [R4.64]\n{TESTED}",
+        f"LDS R5, [R2]\n{TESTED}",
+        f"LDS R4, [R3]\nLDS R5, [R4]\n{TESTED}",
+        f"LDC R5, c[0x3][R3]\n{TESTED}",
+        f"R2UR UR4, R3\nLDS R5, [UR4]\n{TESTED}",
+        f"LDL R5, [R1]\n{TESTED}",
+        f"LDS R4, [R2]\nSHFL.IDX PT, R5, R4, RZ, 0x1f\n{TESTED}",
+        "LDS R4, [R2]\nISETP.NE.AND P2, PT, R4, RZ, PT\nVOTE.ANY P0, P2",
+        # compared with a size of the launch, too
+        "LDS R5, [R2]\nISETP.LT.AND P0, PT, R5, c[0x0][0x218], PT",
+        # of an atomic, a clock, a poll, a strong load
+        f"ATOMG.E.ADD.STRONG.GPU PT, R5, [R8.64], R7\n{TESTED}",
+        f"ATOMS.ADD R5, [RZ], R7\n{TESTED}",
+        f"CS2R R4, SR_CLOCKLO\n{TESTED}",
+        f"S2R R5, SR_VIRTUALSMID\n{TESTED}",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R4",
+        f"LDG.E.STRONG.GPU R5, [R8.64]\n{TESTED}",
+        # of rows that each warp has of its own
+        f"{HGMMA}\nFSETP.GT.AND P0, PT, R24, RZ, PT",
+        # of the thread's number alone, in a way that is not followed
+        f"POPC R5, R3\n{TESTED}",
+        # written on ways that warps take by such a value, or as often as they turn
+        f"LDS R4, [R2]\nISETP.NE.AND P2, PT, R4, RZ, PT\nMOV R5, RZ\n@P2 BRA more\nMOV R5, 0x1\n"
+        f"more: {TESTED}",
+        "MOV R5, RZ\nturn: IADD3 R5, R5, 0x1, RZ\nLDS R4, [R2]\nISETP.NE.AND P2, PT, R4, RZ, PT\n"
+        "@P2 BRA turn\nISETP.LT.AND P0, PT, R5, 0x3, PT",
+    ),
+)
+def test_which_warps_run_a_loop_is_not_known_where_they_may_differ(condition):
+    facts = facts_of(kernel(SKIPPED.replace("CONDITION", condition)))
+    (role,) = facts.roles
+    loop = main_loop(facts.kernel)
+    assert loop is not None
+    assert (role.name, role.working_loop) == ("not known", None) and loop.index in role.unsure
+    assert f"may skip loop {loop.index}, by a value in which warps may differ" in role.reason
+    assert facts.loop_warps(loop) is None and facts.bound_cycles is None
+
+
+@pytest.mark.parametrize(
+    "condition",
+    (
+        # an argument, the number of the block, and what memory holds there
+        "ISETP.NE.AND P0, PT, RZ, c[0x0][0x218], PT",
+        f"LDG.E R5, [R8.64]\n{TESTED}",
+        f"S2R R4, SR_CTAID.X\nIADD3 R8, R8, R4, RZ\nLDG.E R5, [R8.64]\n{TESTED}",
+        f"S2UR UR4, SR_CgaCtaId\nULEA UR4, UR4, UR5, 0x18\nLDS R5, [UR4+0x10]\n{TESTED}",
+        f"LDS R4, [RZ]\nLDS R5, [R4]\n{TESTED}",
+        # what the lanes of each warp have
+        f"S2R R4, SR_LANEID\nLDS R5, [R4]\n{TESTED}",
+        "LDS R4, [RZ]\nVOTE.ANY P0, P2",
+        "BAR.RED.OR.DEFER_BLOCKING 0x0, P3\nB2R.RESULT RZ, P0",
+        # a size of the launch
+        "ISETP.GE.AND P0, PT, R2, c[0x0][0x218], PT",
+        "LDG.E R5, [R8.64]\nISETP.GE.AND P0, PT, R2, R5, PT",
+        # written on ways that all take alike, or not on the ways
+        f"LDS R4, [RZ]\nISETP.NE.AND P2, PT, R4, RZ, PT\nMOV R5, RZ\n@P2 BRA more\nMOV R5, 0x1\n"
+        f"more: {TESTED}",
+        f"LDS R4, [R2]\nISETP.NE.AND P2, PT, R4, RZ, PT\nMOV R5, R8\n@P2 BRA more\nMOV R6, 0x1\n"
+        f"more: {TESTED}",
+    ),
+)
+def test_warps_that_go_the_same_way_are_counted_as_running_the_loop(condition):
+    facts = facts_of(kernel(SKIPPED.replace("CONDITION", condition), registers=128))
+    loop = main_loop(facts.kernel)
+    assert facts.roles == () and loop is not None and facts.loop_warps(loop) == 12
+    assert facts.bound_cycles is not None
+
+
+def test_warps_may_end_before_a_loop_or_turn_it_as_often_as_memory_tells():
     text = f"""
         S2R R2, SR_TID.X
         LDG.E R5, [R2.64]
         ISETP.NE.AND P0, PT, R5, RZ, PT
         @P0 EXIT
-        @P0 BRA behind
         first: {HGMMA}
         inner: FADD R1, R1, R1
         @P0 BRA inner
         @P0 BRA first
-        behind: FADD R1, R1, R1
-        @P0 BRA behind
         EXIT
     """
-    assert roles(kernel(text), 256) == ()
+    (role,) = roles(kernel(text), 256)
+    assert role.reason.startswith("'@P0 EXIT' at 0x0030 may skip loops 0 to 1, by")
+    assert roles(kernel(text.replace("@P0 EXIT", "NOP")), 256) == ()
+
+
+def test_a_loop_in_doubt_leaves_the_role_and_its_main_loop_known():
+    text = SPECIALISED.replace(
+        "@P3 BRA tile\n",
+        "@P3 BRA tile\nFSETP.GT.AND P0, PT, R24, RZ, PT\n@!P0 EXIT\n"
+        "again: FADD R6, R6, R6\n@P3 BRA again\n",
+    )
+    facts = facts_of(kernel(text, registers=128))
+    producer, idle, consumer = facts.roles
+    assert not (producer.unsure or idle.unsure)
+    (again,) = consumer.unsure
+    assert consumer.working_loop is not None and consumer.working_loop < again
+    assert facts.bound_cycles is not None
+    assert facts.loop_warps(facts.kernel.loops[again]) is None
+    told = report_text(report_on(facts))
+    assert "The warps of a block have 3 roles" in told
+    assert f"Which of warps 4 to 11 run loop {again} is not known: '@!P0 EXIT' at" in told
+    assert f"{consumer.working_loop}, {again}?" in told
+    assert "No bound" in report_text(report_on(facts, again))
+
+
+def test_a_warp_alone_does_not_differ_from_others():
+    text = SPECIALISED.replace(
+        "copy:", "ATOMG.E.ADD.STRONG.GPU PT, R5, [R8.64], R7\n" + TESTED + "\n@P0 EXIT\ncopy:"
+    )
+    producer, *_ = roles(kernel(text), 384)
+    assert (producer.name, producer.warps, producer.unsure) == ("producer", (0,), ())
+
+
+def test_one_coordinate_of_several_does_not_tell_who_skips_a_loop():
+    text = SKIPPED.replace("CONDITION", f"S2R R5, SR_TID.Y\n{TESTED}")
+    (role,) = roles(kernel(text), 256)
+    assert not role.is_known
 
 
 def test_a_jump_without_a_table_leaves_roles_unknown():
     text = "S2R R2, SR_TID.X\nloop: FADD R1, R1, R1\n@P0 BRA loop\nBRX R4, -0x30\nEXIT"
     (role,) = roles(kernel(text), 256)
     assert role.reason == "the targets of 'BRX R4, -0x30' at 0x0030 are not told"
+    # though no way leads to the loop that is told
+    (role,) = roles(kernel("BRX R4, -0x30\nloop: FADD R1, R1, R1\n@P0 BRA loop\nEXIT"), 256)
+    assert (role.name, role.loops, role.registers) == ("not known", (0,), None)
 
 
 def test_without_roles_there_is_no_bound():

@@ -24,10 +24,6 @@ _NUMBER = re.compile(r"-?0x[0-9a-f]+")
 _DECIMAL = re.compile(r"-?[0-9.]+(?:e[-+]?\d+)?")
 PREDICATE = re.compile(r"!?U?P[0-9T]")
 _CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R(?:\d+|Z)))?\+?(?:(-?0x[0-9a-f]+))?\]")
-# Special registers that do not depend on a thread's place in its block.
-_COMMON = re.compile(
-    r"SRZ$|SR_(N?CTAID|NTID|NWARPID|Cga|CLOCK|GLOBALTIMER|LANE|[ELG][TQE]MASK|SMEMSZ)"
-)
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
     "EQ": operator.eq, "NE": operator.ne,
@@ -122,23 +118,12 @@ def is_followed(words: Words) -> bool:
     return words.base in _COMPUTED
 
 
-def differs(words: Words) -> bool:
-    """Whether an instruction may give warps different values even if its operands are the same."""
-    if words.base in _SPECIAL:
-        return not _COMMON.match(words.operands[-1])
-    return words.base in _OWN
-
-
 def written_values(words: Words, state: WarpState) -> dict[str, Lanes | None]:
     """The value of each register and predicate that an instruction writes, in a state."""
     compute = _COMPUTED.get(words.base)
     known = compute(words, state) if compute and words.written else {}
     return {name: known.get(name) for name in words.written}
 
-
-_SPECIAL = frozenset({"S2R", "S2UR", "CS2R", "CS2UR"})
-# Each warp may get another value of these, or, for LDL, the one that it stored.
-_OWN = frozenset({"ATOM", "ATOMG", "ATOMS", "SUATOM", "LDL"})
 
 _Known = dict[str, Lanes | None]
 

@@ -129,12 +129,12 @@ class KernelFacts:
         return max(self.occupancy.blocks, 1) if self.occupancy else 1
 
     def loop_warps(self, loop: Loop) -> int | None:
-        """Warps per SM that run a loop: the warps of its roles in all resident blocks; None if a
-        role that is not known may run it."""
+        """Warps per SM that run a loop: the warps of its roles in all resident blocks; None if it
+        is not known which warps do."""
         running = [role for role in self.roles if loop.index in role.loops]
         if not running:
             return self.resident_warps
-        if any(role.reason for role in running):
+        if any(loop.index in role.unsure for role in running):
             return None
         return self.resident_blocks * sum(len(role.warps) for role in running)
 

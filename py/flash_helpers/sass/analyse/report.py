@@ -10,7 +10,7 @@ from functools import cached_property
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction, loop_bound
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import Unrolling, is_wait, main_loop, unrolling
-from flash_helpers.sass.analyse.roles import Role
+from flash_helpers.sass.analyse.roles import Role, numbers_text
 from flash_helpers.sass.analyse.stalls import Wait, body_of, scoreboard_waits
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import is_trap_stub, may_execute
@@ -152,30 +152,25 @@ def _role_verdict(found: Sequence[Role]) -> str:
         f"{role.name} ({numbers_text('warp', role.warps)}, {registers_text(role)} registers, "
         f"{'no loop' if role.working_loop is None else f'loop {role.working_loop}'})"
         for role in found
-        if not role.reason
+        if role.is_known
     ]
-    unknown = [
-        f"The role of {numbers_text('warp', role.warps)} is not known: {role.reason}."
-        for role in found
-        if role.reason
-    ]
-    number = "roles" if len(known) > 1 else "known role"
-    told = [f"The warps of a block have {len(known)} {number}: {', '.join(known)}."] * bool(known)
-    return " ".join([*told, *unknown])
+    told = []
+    if known:
+        number = "roles" if len(known) > 1 else "role" if len(found) == 1 else "known role"
+        told.append(f"The warps of a block have {len(known)} {number}: {', '.join(known)}.")
+    for role in found:
+        warps = numbers_text("warp", role.warps)
+        if not role.is_known:
+            told.append(f"The role of {warps} is not known: {role.reason}.")
+        elif role.unsure:
+            loops = numbers_text("loop", role.unsure)
+            told.append(f"Which of {warps} run {loops} is not known: {role.reason}.")
+    return " ".join(told)
 
 
 def registers_text(role: Role) -> str:
     """The registers of a role in words."""
     return "an unknown number of" if role.registers is None else str(role.registers)
-
-
-def numbers_text(name: str, numbers: Sequence[int]) -> str:
-    """Numbers in words, such as "warp 0" or "warps 4 to 11"; the numbers ascend."""
-    if len(numbers) == 1:
-        return f"{name} {numbers[0]}"
-    if numbers[-1] - numbers[0] + 1 == len(numbers):
-        return f"{name}s {numbers[0]} to {numbers[-1]}"
-    return f"{name}s {', '.join(map(str, numbers))}"
 
 
 def _spill_verdict(report: KernelReport) -> str:

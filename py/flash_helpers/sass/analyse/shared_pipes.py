@@ -30,7 +30,7 @@ def together(kernel: Kernel, roles: Sequence[Role], blocks: int) -> Mapping[str,
     blocks: by pipe, "issue" and "latency", the highest first. None for fewer than two roles with a
     loop, and where a role, or the cost of a tensor instruction, is not known."""
     working = [role for role in roles if role.working_loop is not None]
-    if len(working) < 2 or any(role.reason for role in roles):
+    if len(working) < 2 or not all(role.is_known for role in roles):
         return None
     # by limit, what each sub-partition is asked for by one block
     asked: dict[str, list[float]] = defaultdict(lambda: [0.0] * SUB_PARTITIONS)

@@ -3,48 +3,50 @@
 A kernel with warp roles branches on its threads' number. For one warp, the registers computed from
 this number alone are known (`lane_values`), and such a branch is decided. Where a branch depends on
 anything else, the warp may take each way, so that a warp is only excluded from blocks that it
-cannot reach. Whether the warps then differ is not known if the condition was computed from the
-number, too. A block is assumed to have one dimension, unless the kernel asks for the others: then
-no number of a warp tells its threads. Standard library only.
+cannot reach; `divergence` tells whether warps may differ there. A block is assumed to have one
+dimension, unless the kernel asks for the others: then no number of a warp tells its threads.
+Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
+from flash_helpers.sass.analyse.divergence import Origin, jump_origins
 from flash_helpers.sass.analyse.lane_values import (
     Lanes,
     WarpState,
-    Words,
-    differs,
     each_lane,
     is_followed,
     written_values,
 )
-from flash_helpers.sass.read import opcodes
-from flash_helpers.sass.read.flow import ALWAYS, BRANCHES, CALLS, COMPUTED_JUMPS, reach
-from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
-from flash_helpers.sass.read.registers import accesses
+from flash_helpers.sass.analyse.slices import (
+    DECIDED,
+    LIMIT,
+    Slices,
+    last_of,
+    words_of,
+    written_by_routine,
+)
+from flash_helpers.sass.read.flow import ALWAYS, BRANCHES, CALLS, COMPUTED_JUMPS
+from flash_helpers.sass.read.records import Block, Instruction, Kernel
 
-# Registers that a result takes at most, where the opcode does not tell.
-_WIDEST = {opcodes.TENSOR_MEMORY: 128, opcodes.TEXTURE: 4, opcodes.OTHER: 4}
 # Where constant bank 0 holds blockDim.x, as the code that ptxas 13.0 makes of it shows.
 _THREADS, _THREADS_FROM_100 = 0x0, 0x360
-_DECIDED = BRANCHES | CALLS | COMPUTED_JUMPS | {"EXIT", "RET"}  # what ends a block
 _BY_LANES = (".ANY", ".DIV", ".CONV")  # branches on what the lanes of a warp have in common
-_LIMIT = "register limit"  # the name under which a state holds what USETMAXREG set
 
 
 @dataclass(frozen=True)
 class Decision:
     """The ways that a warp takes at the end of a block. `ways`: the blocks that come next. `known`:
-    whether the condition is. `varies`: whether it was computed from the thread's number."""
+    whether the condition is. `origin`: of the condition. `may_end`:
+    whether the warp may end there."""
 
     ways: tuple[int, ...]
     known: bool
-    varies: bool
+    origin: Origin
+    may_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,101 +74,18 @@ def _is_one_dimensional(kernel: Kernel) -> bool:
 
 def ways_of_warps(kernel: Kernel, threads: int, warps: int) -> list[WarpWays]:
     """The ways of the first `warps` warps of a thread block of a number of threads."""
-    slices = _Slices.of(kernel, is_followed)
-    varying = _varying(kernel)
+    slices = Slices.of(kernel, is_followed)
+    origins = jump_origins(kernel)
     constants = {
         bank: dict(zip(range(0, len(data), 4), memoryview(data).cast("I"), strict=True))
         for bank, data in kernel.constants.items()
     }
     if not _is_one_dimensional(kernel):
-        return [_ways_of_warp(kernel, slices, varying, WarpState(None, constants))] * warps
+        return [_ways_of_warp(kernel, slices, origins, WarpState(None, constants))] * warps
     constants[0] = {_THREADS if kernel.capability < 100 else _THREADS_FROM_100: threads}
     return [
-        _ways_of_warp(kernel, slices, varying, WarpState(warp, constants)) for warp in range(warps)
+        _ways_of_warp(kernel, slices, origins, WarpState(warp, constants)) for warp in range(warps)
     ]
-
-
-@dataclass(frozen=True)
-class _Slices:
-    """Instructions of each block on which the condition of a jump may depend, in order, and the
-    registers and predicates from before a block on which such a condition depends."""
-
-    deciding: Sequence[Sequence[Instruction]]
-    needed: Sequence[set[str]]
-
-    @classmethod
-    def of(cls, kernel: Kernel, goes_on: Callable[[Words], bool]) -> _Slices:
-        """The slices of a kernel. None of its jumps depends on results of the other instructions,
-        but through those of which `goes_on` is false."""
-        deciding: list[list[Instruction]] = [[] for _ in kernel.blocks]
-        needed: list[set[str]] = [set() for _ in kernel.blocks]
-        pending = {*range(len(kernel.blocks))}
-        while pending:
-            block = kernel.blocks[max(pending)]
-            pending.remove(block.index)
-            first, end = block.start // INSTRUCTION_BYTES, block.end // INSTRUCTION_BYTES
-            instructions = kernel.instructions[first:end]
-            names = {name for n in block.successors for name in needed[n]}
-            if instructions[-1].base in _DECIDED:
-                names |= _read(instructions[-1])
-            own = []
-            for i in reversed(instructions):
-                words = _words(i.opcode, i.operands)
-                if not names.isdisjoint(words.written):
-                    if i.predicate in ALWAYS:
-                        names.difference_update(words.written)
-                    names |= _read(i) if goes_on(words) else _read_by_guard(i)
-                elif words.base != "USETMAXREG":
-                    continue
-                own.append(i)
-            deciding[block.index] = own[::-1]
-            if names != needed[block.index]:
-                needed[block.index] = names
-                pending.update(block.predecessors)
-        return cls(deciding, [names | {_LIMIT} for names in needed])
-
-
-def _varying(kernel: Kernel) -> frozenset[int]:
-    """The blocks whose jumps depend on values that were computed from the thread's number."""
-    slices = _Slices.of(kernel, lambda words: True)
-    before: list[set[str]] = [set() for _ in kernel.blocks]  # names of registers that vary
-    found = set()
-    pending = {*range(len(kernel.blocks))}
-    while pending:
-        block = kernel.blocks[min(pending)]
-        pending.remove(block.index)
-        names = {*before[block.index]}
-        for i in slices.deciding[block.index]:
-            words = _words(i.opcode, i.operands)
-            if differs(words) or not names.isdisjoint(_read(i)):
-                names.update(words.written)
-            elif i.predicate in ALWAYS:
-                names.difference_update(words.written)
-        last = kernel.instructions[block.end // INSTRUCTION_BYTES - 1]
-        if not names.isdisjoint(_read(last)):
-            found.add(block.index)
-        if last.base in CALLS:
-            changed = _written_by(kernel, last.target)
-            names |= (
-                {n for to in block.successors for n in slices.needed[to]}
-                if changed is None
-                else changed
-            )
-        for n in block.successors:
-            passed = names & slices.needed[n]
-            if not passed <= before[n]:
-                before[n] |= passed
-                pending.add(n)
-    return frozenset(found)
-
-
-def _read(instruction: Instruction) -> set[str]:
-    """Names of the registers and predicates that an instruction reads, the guard's too."""
-    return {*_words(instruction.opcode, instruction.operands).read} | _read_by_guard(instruction)
-
-
-def _read_by_guard(instruction: Instruction) -> set[str]:
-    return set() if instruction.predicate in ALWAYS else {_guard(instruction).lstrip("!")}
 
 
 def _guard(instruction: Instruction) -> str:
@@ -179,11 +98,10 @@ def _runs(instruction: Instruction, state: WarpState) -> Lanes | None:
 
 
 def _ways_of_warp(
-    kernel: Kernel, slices: _Slices, varying: Collection[int], start: WarpState
+    kernel: Kernel, slices: Slices, origins: Mapping[int, Origin], start: WarpState
 ) -> WarpWays:
-    """The ways from a state at the entry. `varying`: blocks whose jumps depend on the thread's
-    number."""
-    start.set(_LIMIT, 0)
+    """The ways from a state at the entry. `origins`: of the conditions of jumps, by block."""
+    start.set(LIMIT, 0)
     before = {0: start}
     decisions: dict[int, Decision] = {}
     at_exit: dict[int, int | None] = {}
@@ -194,11 +112,11 @@ def _ways_of_warp(
         state = before[block.index].only(slices.needed[block.index])
         for instruction in slices.deciding[block.index]:
             _execute(instruction, state)
-        last = kernel.instructions[block.end // INSTRUCTION_BYTES - 1]
-        decision = _decision(kernel, block, state, block.index in varying)
-        if last.base in _DECIDED:
+        last = last_of(kernel, block)
+        decision = _decision(kernel, block, state, origins.get(block.index, Origin.TOLD))
+        if last.base in DECIDED:
             decisions[block.index] = decision
-        if last.base == "EXIT" and (not decision.known or not decision.ways):
+        if decision.may_end:
             at_exit[block.index] = _limit(state)
         for n in decision.ways:
             passed = state.only(slices.needed[n])
@@ -214,35 +132,22 @@ def _ways_of_warp(
 
 
 def _limit(state: WarpState) -> int | None:
-    lanes = state.values.get(_LIMIT)
+    lanes = state.values.get(LIMIT)
     return lanes if isinstance(lanes, int) else None
 
 
 def _forget_written(kernel: Kernel, call: Instruction, state: WarpState, needed: set[str]) -> None:
     """Forget the values of registers that a called routine may write."""
-    changed = _written_by(kernel, call.target)
+    changed = written_by_routine(kernel, call.target)
     for name in needed if changed is None else needed & changed:
         state.set(name, None)
 
 
-@lru_cache(maxsize=256)
-def _written_by(kernel: Kernel, target: int | None) -> frozenset[str] | None:
-    """Names that a routine of a kernel may write; None if its code is not known."""
-    start = next((block.index for block in kernel.blocks if block.start == target), None)
-    if start is None:
-        return None
-    blocks = reach(start, lambda n: kernel.blocks[n].successors)
-    own = [i for i in kernel.instructions if i.block in blocks]
-    if any(i.base in CALLS and i.target is None for i in own):
-        return None
-    return frozenset(n for i in own for n in _words(i.opcode, i.operands).written)
-
-
-def _decision(kernel: Kernel, block: Block, state: WarpState, varies: bool) -> Decision:
+def _decision(kernel: Kernel, block: Block, state: WarpState, origin: Origin) -> Decision:
     """The blocks that may come next."""
-    last = kernel.instructions[block.end // INSTRUCTION_BYTES - 1]
-    if last.base not in _DECIDED:
-        return Decision(block.successors, True, False)
+    last = last_of(kernel, block)
+    if last.base not in DECIDED:
+        return Decision(block.successors, True, origin)
     conditions = [_runs(last, state)]
     if last.base in BRANCHES and "," in last.operands:
         conditions.append(state.value(last.operands.partition(",")[0].strip()))
@@ -251,7 +156,7 @@ def _decision(kernel: Kernel, block: Block, state: WarpState, varies: bool) -> D
     behind = tuple(n for n in block.successors if n == block.index + 1)
     ahead = tuple(n for n in block.successors if n != block.index + 1)
     if 0 in conditions:
-        return Decision(behind, True, varies)
+        return Decision(behind, True, origin)
     known = None not in conditions
     if last.target == block.end:
         ahead = behind
@@ -262,7 +167,7 @@ def _decision(kernel: Kernel, block: Block, state: WarpState, varies: bool) -> D
         ahead, known = (block.successors, False) if targets is None else (targets, known)
     if any(condition != 1 for condition in conditions):
         ahead = tuple(dict.fromkeys((*ahead, *behind)))
-    return Decision(ahead, known, varies)
+    return Decision(ahead, known, origin, last.base == "EXIT" and not (known and ahead))
 
 
 def _targets(
@@ -287,9 +192,9 @@ def _execute(instruction: Instruction, state: WarpState) -> None:
     runs = _runs(instruction, state)
     if runs == 0:
         return
-    words = _words(instruction.opcode, instruction.operands)
+    words = words_of(instruction.opcode, instruction.operands)
     if words.base == "USETMAXREG":
-        found = {_LIMIT: state.value(words.operands[-1])}
+        found = {LIMIT: state.value(words.operands[-1])}
     else:
         found = written_values(words, state)
     for name, new in found.items():
@@ -303,19 +208,3 @@ def _guarded(new: Lanes | None, old: Lanes | None, runs: Lanes | None) -> Lanes 
     if new is None or old is None or runs is None:
         return None
     return each_lane(lambda a, b, p: a if p else b, new, old, runs)
-
-
-@lru_cache(maxsize=1 << 14)  # each warp meets the same, and each turn of a loop
-def _words(opcode: str, operands: str) -> Words:
-    base, *modifiers = opcode.split(".")
-    parts = tuple(operand.strip() for operand in operands.split(","))
-    found = accesses("", opcode, operands)
-    written = [access.name for access in found if access.is_written]
-    registers = [name for name in written if "R" in name]
-    widest = _WIDEST.get(opcodes.classify(opcode))
-    if registers and widest:
-        kind, number = registers[0].rstrip("0123456789"), int(registers[0].lstrip("UR"))
-        registers = [f"{kind}{number + k}" for k in range(widest)]
-    others = [name for name in written if "R" not in name]
-    read = {access.name for access in found if not access.is_written}
-    return Words(base, frozenset(modifiers), parts, (*registers, *others), tuple(read))

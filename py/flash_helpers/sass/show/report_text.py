@@ -11,7 +11,8 @@ from flash_helpers.console.tables import DASH, Table, code_span, escaped_markdow
 from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Measured, Prediction, loop_bound
 from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts, count_all, count_loop
-from flash_helpers.sass.analyse.report import KernelReport, numbers_text, verdicts, warps_text
+from flash_helpers.sass.analyse.report import KernelReport, verdicts, warps_text
+from flash_helpers.sass.analyse.roles import numbers_text
 from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.control import control_text
@@ -290,7 +291,8 @@ def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
 
 
 def _role_table(report: KernelReport) -> Table:
-    """One row per role, and one for all; the bound is that of the working loop."""
+    """One row per role, and one for all; the bound is that of the working loop. A loop that some of
+    the warps may not run is marked with "?"."""
     kernel, facts = report.kernel, report.facts
     rows = []
     for role in facts.roles:
@@ -307,7 +309,7 @@ def _role_table(report: KernelReport) -> Table:
                 role.name,
                 numbers_text("warp", role.warps),
                 DASH if role.registers is None else str(role.registers),
-                ", ".join(map(str, role.loops)) or DASH,
+                ", ".join(f"{n}?" if n in role.unsure else f"{n}" for n in role.loops) or DASH,
                 str(role.waits),
                 loop,
                 bound,
