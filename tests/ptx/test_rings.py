@@ -25,6 +25,7 @@ from flash_helpers.ptx import (
     ProxyError,
     RaceError,
 )
+from flash_helpers.ptx.run.execute.sleepers import Sleepers
 
 TILES = 6
 
@@ -305,3 +306,19 @@ def test_a_planted_fault_is_found(fault):
     with pytest.raises(error) as caught:
         run(with_fault(kernel, right, wrong), block=BLOCKS[kernel])
     assert re.search(words, str(caught.value), re.S), str(caught.value)
+
+
+def test_lanes_are_asked_again_once_a_phase_is_complete(monkeypatch):
+    """Not after each of the copies that it waits for, which cannot wake them."""
+    asked, wake = [], Sleepers.wake
+    monkeypatch.setattr(Sleepers, "wake", lambda self: asked.append(1) or wake(self))
+    copies = "".join(f"@%p0 {LOAD_BYTES} [smem+{16 * i}], [%rd0], 16, [bar];\n" for i in range(8))
+    run(f"""
+    @%p0 {INIT} [bar], 1;
+    {BARRIER_INITS}
+    bar.sync 0;
+    @%p0 {EXPECT} [bar], 128;
+    {copies}
+    {wait("bar", 0)}
+    """)
+    assert len(asked) == 2

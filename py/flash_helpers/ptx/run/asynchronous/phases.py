@@ -45,7 +45,8 @@ class Phased:
     """An mbarrier object since its mbarrier.init.
 
     `made`: time, lane, instruction and agent of its making; a lane that knows the agent up to that
-    time may use the object. `arrived`: lane and instruction of the last arrival, if there was one.
+    time may use the object. `users`: lanes that were seen to know that. `arrived`: lane and
+    instruction of the last arrival, if there was one.
     `seen`: for each lane that saw a phase complete, the number of complete phases, and the
     instruction. `refused`: the same for each lane that saw a phase not complete.
     """
@@ -53,6 +54,7 @@ class Phased:
     state: Mbarrier
     block: int
     made: tuple[int, int, int, int]
+    users: np.ndarray
     arrived: tuple[int, int] | None = None
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     refused: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -60,8 +62,9 @@ class Phased:
 
 class Phases:
     """All objects, by their place in `shared.data`. `wanted`: objects that some lane was found to
-    wait for. `version`: number of changes to any object. `random`: decides when a wait gives up
-    early; None for never."""
+    wait for. `version`: number of changes to any object. `complete_phases`: number of phases that
+    asynchronous operations have completed. `random`: decides when a wait gives up early; None for
+    never."""
 
     def __init__(
         self, shared: WatchedMemory, log: FaultLog, random: np.random.Generator | None = None
@@ -72,7 +75,7 @@ class Phases:
         self.log = log
         self.objects: dict[int, Phased] = {}
         self.wanted: set[int] = set()
-        self.version = 0
+        self.version = self.complete_phases = 0
         self._ended: dict[int, int] = {}
         """Objects that mbarrier.inval has ended: by which instruction."""
         self.passed: dict[int, Phased] = {}
@@ -126,7 +129,8 @@ class Phases:
                     )
                 state = Mbarrier(self.address_of(where), count)
                 made = (now, lane, position, makers[lane])
-                self.objects[where] = Phased(state, where // self.shared.stride, made)
+                users = np.zeros(self.shared.lane_ids.size, bool)
+                self.objects[where] = Phased(state, where // self.shared.stride, made, users)
                 continue
             new[i] = False
         if new.any():
@@ -238,9 +242,11 @@ class Phases:
         phase complete."""
         found = self.find(position, lanes, where)
         if found is not None:
+            phase = found.state.phase
             with self._reported(position, int(lanes[0]), where):
                 found.state.arrive(lanes.size, _Released(knowledge))
             found.arrived = int(lanes[-1]), position
+            self.complete_phases += found.state.phase - phase
             self.version += 1
 
     def expect(
@@ -268,13 +274,15 @@ class Phases:
         found = self.find(position, np.array([lane]), where)
         if found is None:
             return
+        now = found.state.phase
         with self._reported(position, lane, where):
-            if phase is not None and phase != found.state.phase:
+            if phase is not None and phase != now:
                 raise MbarrierMisuse(
-                    f"{size} bytes come in phase {found.state.phase} of a copy that was issued in "
-                    f"phase {phase}: the phase that should have waited for them did not expect them"
+                    f"{size} bytes come in phase {now} of a copy that was issued in phase {phase}: "
+                    "the phase that should have waited for them did not expect them"
                 )
             found.state.complete(size, None if knowledge is None else _Released(knowledge))
+        self.complete_phases += found.state.phase - now
         self.version += 1
 
     # -- what lanes ask ----------------------------------------------------------------------------
@@ -335,6 +343,7 @@ class Phases:
         before. `scope`: the threads from which they acquire."""
         self._given_up[lanes] = False
         complete = np.zeros(places.size, bool)
+        learned: list[tuple[np.ndarray, list[Knowledge]]] = []
         for where, chosen in _groups(places):
             found = self.find(position, lanes[chosen], where)
             if found is None:
@@ -344,13 +353,15 @@ class Phases:
                 with self._reported(position, int(lanes[mine[0]]), where):
                     complete[mine] = _is_over(found.state, value, parity)
                 if complete[mine[0]]:
-                    self._seen(position, found, lanes[mine], scope)
+                    learned.append((lanes[mine], self._seen(position, found, lanes[mine], scope)))
                 else:
                     refusal = found.state.phase, position
                     found.refused.update(dict.fromkeys(lanes[mine].tolist(), refusal))
+        self.order.acquire_each([each for each in learned if each[1]])
         return complete
 
-    def _seen(self, position: int, found: Phased, lanes: np.ndarray, scope: str) -> None:
+    def _seen(self, position: int, found: Phased, lanes: np.ndarray, scope: str) -> list[Knowledge]:
+        """Lanes see a phase complete; returns what they learn from that."""
         state = found.state
         state.observe()
         found.seen.update(dict.fromkeys(lanes.tolist(), (state.phase, position)))
@@ -358,9 +369,7 @@ class Phases:
         parts = [(near, [r for r in state.released if r.is_near == near]) for near in (True, False)]
         joint = [_Released(join([r.knowledge for r in some]), near) for near, some in parts if some]
         state.released = joint
-        wanted = [r.knowledge for r in joint if scope == CLUSTER or (r.is_near and scope == BLOCK)]
-        if wanted:
-            self.order.acquire(lanes, wanted)
+        return [r.knowledge for r in joint if scope == CLUSTER or (r.is_near and scope == BLOCK)]
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -375,11 +384,14 @@ class Phases:
                     why = f"mbarrier.inval has ended it at {site}"
                 raise MbarrierMisuse(f"there is no mbarrier object: {why}")
             return None
+        if found.users[lanes].all():
+            return found
         since, maker, made_at, agent = found.made
-        warp, site = self.shared.marks.warp_place[maker], self.log.site(made_at)
         known = self.order.known_of_agents(lanes, np.full((lanes.size, 1), agent))[:, 0]
+        found.users[lanes] = known >= since
         if (known < since).any():
             lane = int(lanes[int((known < since).argmax())])
+            warp, site = self.shared.marks.warp_place[maker], self.log.site(made_at)
             self.log.report(
                 RaceError,
                 f"use of the mbarrier object at shared address {self.address_of(where)} and its "
@@ -467,8 +479,11 @@ def _distinct(values: np.ndarray) -> list[int]:
 
 def _groups(places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Each place, and which lanes name it."""
-    if places.size and (places == places[0]).all():
+    if not places.size:
+        return
+    if (places == places[0]).all():
         yield int(places[0]), np.arange(places.size)
         return
-    for where in np.unique(places).tolist():
-        yield where, np.flatnonzero(places == where)
+    order = np.argsort(places, kind="stable")
+    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
+    yield from zip(places[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)

@@ -41,8 +41,16 @@ class Sleepers:
         return bool((self._threads.status[asleep] == RUNNING).any())
 
     def help(self) -> bool:
-        """Completes a copy that a sleeping lane needs; returns whether there is one."""
-        return self._transfers.help(self._phases.wanted)
+        """Completes copies that sleeping lanes need, until a phase is complete: before that no lane
+        can wake. Returns whether there are any. In a random order it completes one, and lanes may
+        give up after each."""
+        phases = self._phases.complete_phases
+        helped = False
+        while self._transfers.help(self._phases.wanted):
+            helped = True
+            if self._phases.complete_phases > phases or self._phases.random is not None:
+                break
+        return helped
 
     def give_up(self) -> bool:
         """Wakes lanes whose waits have a time limit, once while nothing else happens; returns
@@ -67,5 +75,5 @@ class Sleepers:
     def look_after(self) -> None:
         """Checks sleeping threads while other threads run, which may wait for them by spinning."""
         self.wake()
-        self.help()
+        self._transfers.help(self._phases.wanted)
         self._let_give_up(patient=False)

@@ -16,7 +16,7 @@ from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
 from flash_helpers.ptx.run.memory.regions import Selection
 
 # The lanes with possible objects, the places of these, and the indices among the selected lanes.
-Places = Callable[[Selection], tuple[np.ndarray, np.ndarray, np.ndarray]]
+Places = Callable[[Selection], tuple[np.ndarray, np.ndarray, Selection]]
 
 
 def places_of(

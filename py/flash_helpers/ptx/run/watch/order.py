@@ -270,10 +270,16 @@ class Order:
             known[..., columns] = np.maximum(known[..., columns], known[..., places // WARP])
 
     def acquire(self, lanes: np.ndarray, several: Sequence[Knowledge]) -> None:
-        """Lanes of one cluster learn a piece of knowledge."""
-        _, alone = _whole_warps(lanes)
-        self._give_rows(alone)
-        self._learn(lanes, join(several))
+        """Lanes of one cluster learn pieces of knowledge."""
+        self.acquire_each([(lanes, several)])
+
+    def acquire_each(self, several: Sequence[tuple[np.ndarray, Sequence[Knowledge]]]) -> None:
+        """Lanes learn pieces of knowledge, each group of lanes its own. A group is of one
+        cluster."""
+        if several:
+            _, alone = _whole_warps(np.concatenate([lanes for lanes, _ in several]))
+            self._give_rows(alone)
+            self._learn([(lanes, join(known)) for lanes, known in several])
 
     def arrive(self, lanes: np.ndarray) -> Knowledge:
         """The knowledge of the warps of one block whose lanes arrive at a barrier, with their own
@@ -286,7 +292,7 @@ class Order:
         if self._has_lane_rows:
             warps, _ = _whole_warps(lanes)
             self._share(warps)
-        self._learn(lanes, join(arrived))
+        self._learn([(lanes, join(arrived))])
 
     def barrier_all(self) -> None:
         """All warps of every block pass a barrier of the block."""
@@ -349,13 +355,13 @@ class Order:
         self.now += 1
         return Knowledge(known, fenced)
 
-    def _learn(self, lanes: np.ndarray, knowledge: Knowledge) -> None:
-        self._table = _fit(self._table, (len(knowledge.known), 0, 0))
-        rows = self._rows_of(lanes)
-        _raise_to(self._table, rows, knowledge.known)
-        if knowledge.fenced is not None:
-            self._fenced = self._of_lanes(self._fenced)
-            _raise_to(self._fenced, lanes, knowledge.fenced)
+    def _learn(self, several: Sequence[tuple[np.ndarray, Knowledge]]) -> None:
+        for lanes, knowledge in several:
+            self._table = _fit(self._table, (len(knowledge.known), 0, 0))
+            _raise_to(self._table, self._rows_of(lanes), knowledge.known)
+            if knowledge.fenced is not None:
+                self._fenced = self._of_lanes(self._fenced)
+                _raise_to(self._fenced, lanes, knowledge.fenced)
         self._raise_floor()
         self.now += 1
 
@@ -643,6 +649,8 @@ def _fit(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 def _latest(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The latest of times (planes, columns); missing columns count as 0."""
+    if len(arrays) == 1:
+        return arrays[0]
     shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
     return np.max([_fit(array, shape) for array in arrays], axis=0)
 
