@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +16,7 @@ from flash_helpers.ptx import Run
 from flash_helpers.registry.call import Call
 from flash_helpers.registry.problem import Problem, Tensor
 from flash_helpers.runtime import library, simulator, tensors
+from flash_helpers.runtime.call_log import CallLog, LoggedCall
 
 _PLANS_KEPT = 1024
 
@@ -96,6 +98,13 @@ class ReadyCall(NamedTuple):
         return {name: self.tensors[name] for name in self._outputs}
 
     @property
+    def problem(self) -> Problem:
+        """The problem that the tensors pose."""
+        kind = self.config.family.operation.problem
+        options = {**self.plan.options, **self.config.supports.options}
+        return tensors.posed_problem(kind, self.config.dtype, self.tensors, **options)
+
+    @property
     def output(self) -> torch.Tensor:
         """The first output."""
         return self.tensors[self._outputs[0]]
@@ -114,19 +123,32 @@ class ReadyCall(NamedTuple):
         if self.is_simulated:
             self.simulate()
         else:
-            self.plan.run(self.addresses)
+            with self.logged():
+                self.plan.run(self.addresses)
 
     def simulate(self, keep_going: bool = False, device: Device | None = None) -> Run:
         """Run the kernels' PTX, launched as on a device. Raises PtxError for a kernel's fault."""
-        return simulator.run_shipped(
-            self.config, self.tensors, keep_going=keep_going, device=device, **self.plan.options
+        with self.logged():
+            return simulator.run_shipped(
+                self.config, self.tensors, keep_going=keep_going, device=device, **self.plan.options
+            )
+
+    def logged(self) -> AbstractContextManager[None]:
+        """Return a context to run the call in, which writes it into the log of calls if there is
+        one."""
+        if _log is None:
+            return nullcontext()
+        plan = self.plan
+        return _log.around(
+            LoggedCall(plan.config, self.problem, plan.call, self.tensors, plan.device)
         )
 
 
+_log = CallLog.from_environment()
 _plans: dict[Hashable, Plan] = {}
 # The last plan that has `quick`, by the operation, what was asked, the first tensor's shape and the
 # number of tensors. No more than that, since more takes longer to look up: `quick` compares the
-# rest.
+# rest. With a log there are none: so a call without one has nothing to ask about it.
 _quick_plans: dict[tuple[type[Problem], Asked, torch.Size, int], Plan] = {}
 
 
@@ -277,13 +299,26 @@ def compute(
             return every
         del every  # its memory may be needed
     plan, found, addresses = _checked(kind, asked, given, choose)
-    if plan.device is None:
+    if plan.device is None or _log is not None:
         ReadyCall(plan, found, addresses).run()
     else:
         plan.run(addresses)
         if plan.quick is not None:
             _quick_plans[key] = plan
     return list(found.values())
+
+
+@contextmanager
+def calls_logged(log: CallLog | None) -> Iterator[None]:
+    """Write the calls made within into a log, or into none, instead of the environment's."""
+    global _log
+    before, _log = _log, log
+    _quick_plans.clear()
+    try:
+        yield
+    finally:
+        _log = before
+        _quick_plans.clear()
 
 
 def register(name: str, symbol: str, image: bytes) -> None:
