@@ -10,7 +10,7 @@
 #include "sm90/mbarrier.cuh"
 
 struct TilePlace {
-    int row, head, batch;
+    int row = 0, head = 0, batch = 0; // without them NVRTC puts {-1} into memory, and loads it
 };
 
 // A place in shared memory, where one thread writes it and others read it.
