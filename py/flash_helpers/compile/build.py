@@ -29,6 +29,7 @@ from flash_helpers.compile.codegen import (
     kernel_unit,
     registration_unit,
 )
+from flash_helpers.compile.compilers import NVCC_FLAGS
 from flash_helpers.compile.ptxas import performance_losses
 from flash_helpers.compile.toolchain import (
     BuildError,
@@ -48,19 +49,7 @@ MAP_FOLDER = "build/maps"
 STEPS_VARIABLE = "FLASH_ATTENTION_STEPS"
 
 _LIBRARY_SOURCE = "src/flash_attention.cu"
-COMPILE_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-lineinfo",
-    f"-I{MAP_FOLDER}",
-    "-Isrc/include",
-    "-I.",
-    "-Xcompiler",
-    "-fPIC,-fvisibility=hidden",
-    "--expt-relaxed-constexpr",
-    "-Xptxas",
-    "-v",
-)
+COMPILE_FLAGS = (f"-I{MAP_FOLDER}", *NVCC_FLAGS, "-Xcompiler", "-fPIC,-fvisibility=hidden")
 _LINK_FLAGS = (
     *("-shared", "--cudart", "static"),
     *("-std=c++20", "-Isrc/include", "-Xcompiler", "-fPIC,-fvisibility=hidden"),

@@ -48,12 +48,20 @@ class Toolchain:
 
     `version`: CUDA release, e.g. (13, 0). `identity`: text that differs between any two toolchains.
     `library_folders`: where the linker finds the CUDA runtime, if nvcc does not know by itself.
+    `architectures`: compute capabilities times ten that it compiles for.
     """
 
     nvcc: Path
     version: tuple[int, int]
     identity: str
     library_folders: tuple[Path, ...] = ()
+    architectures: frozenset[int] = frozenset()
+
+    @property
+    def release(self) -> str:
+        """The version with its number of maintenance, e.g. "13.0.88", where nvcc tells it."""
+        number = re.search(r"\bV(\d[\d.]+)", self.identity)
+        return number[1] if number else f"{self.version[0]}.{self.version[1]}"
 
 
 def parse_architectures(text: str) -> tuple[int, ...]:
@@ -194,18 +202,19 @@ def find_toolchain(
             f"{nvcc} is CUDA {version[0]}.{version[1]} and the kernels need "
             f"{LOWEST_CUDA[0]}.{LOWEST_CUDA[1]} or later: {_HOW_TO_GET_NVCC}"
         )
-    supported = tuple(
+    supported = frozenset(
         int(number)
         for number in re.findall(r"compute_(\d+)\b", _output_of(nvcc, "--list-gpu-arch"))
     )
-    if unsupported := sorted(set(architectures) - set(supported)):
+    if unsupported := sorted(set(architectures) - supported):
         accepted = tuple(a for a in sorted(supported) if a >= LOWEST_ARCHITECTURE)
         raise BuildError(
             f"{nvcc} (CUDA {version[0]}.{version[1]}) cannot compile for "
             f"{', '.join(f'sm_{a}' for a in unsupported)}: set {ARCHITECTURES_VARIABLE} to some of "
             f'"{_joined(accepted)}", or use another CUDA toolkit through CUDA_HOME'
         )
-    return Toolchain(nvcc, version, f"{banner}\n{host_compiler}", library_folders)
+    identity = f"{banner}\n{host_compiler}"
+    return Toolchain(nvcc, version, identity, library_folders, supported)
 
 
 def find_ninja() -> str:
