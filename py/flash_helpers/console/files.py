@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all. Standard library only."""
+"""Files that are written whole or not at all, and the folders of caches."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         # Not the temporary file, whose name means nothing to a user.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def user_cache(variable: str, *names: str) -> Path:
+    """Return the folder that an environment variable names, or the one of these names in the user's
+    cache folder."""
+    from platformdirs import user_cache_path  # which the build of the kernels does without
+
+    if folder := os.environ.get(variable):
+        return Path(folder).absolute()
+    return user_cache_path(names[0], appauthor=False).joinpath(*names[1:])
 
 
 def write_if_different(path: Path, text: str) -> bool:

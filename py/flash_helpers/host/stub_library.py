@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -12,9 +11,8 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from flash_helpers.compile.toolchain import Toolchain
+from flash_helpers.console.files import user_cache
 from flash_helpers.console.progress import task
 from flash_helpers.host.errors import HostError
 
@@ -32,9 +30,7 @@ _MOST_LINES = 20
 
 def cache_folder() -> Path:
     """$FLASH_HELPERS_STUB_CACHE, or flash_helpers/stub in the user's cache folder."""
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        return Path(folder)
-    return user_cache_path("flash_helpers", appauthor=False) / "stub"
+    return user_cache(FOLDER_VARIABLE, "flash_helpers", "stub")
 
 
 def stub_library(toolchain: Toolchain, scratch: Path) -> Path:

@@ -20,8 +20,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from platformdirs import user_cache_path
-
+from flash_helpers.console.files import user_cache
 from flash_helpers.sass.read.disassembly import Disassembly
 from flash_helpers.sass.read.elf import Content
 from flash_helpers.sass.read.records import (
@@ -45,9 +44,7 @@ H = TypeVar("H", bound=Hashable)
 
 def cache_folder() -> Path:
     """$FLASH_HELPERS_SASS_CACHE, or flash_helpers/sass in the user's cache folder."""
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        return Path(folder)
-    return user_cache_path("flash_helpers", appauthor=False) / "sass"
+    return user_cache(FOLDER_VARIABLE, "flash_helpers", "sass")
 
 
 class DisassemblyCache:
