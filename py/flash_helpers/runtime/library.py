@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from flash_helpers.compile.build import LIBRARY, PTX_FOLDER
+from flash_helpers.compile.package import HOW_TO_BUILD, package_folder
 from flash_helpers.kernel_configs import Config, Element, config_from_short_form, nearest_config
 from flash_helpers.registry.call import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
 from flash_helpers.registry.config import difference_text
@@ -21,7 +21,6 @@ from flash_helpers.registry.config import difference_text
 STREAM = "stream"  # its handle, among the addresses of a launch
 
 _UINT = ctypes.c_uint
-_HOW_TO_BUILD = "build it with `pip install . ./py` in the repository"
 
 
 class _Launch(ctypes.Structure):
@@ -101,6 +100,13 @@ _DLPACK_CODES = {
     Element.INT32: 0,
     Element.FP8: 10,
 }
+_MAP_TYPES = {
+    Element.FP16: 6,
+    Element.BF16: 9,
+    Element.FP32: 7,
+    Element.INT32: 3,
+    Element.FP8: 0,
+}
 
 
 @dataclass(frozen=True)
@@ -137,20 +143,11 @@ class _Resources(ctypes.Structure):
     _fields_ = tuple((field.name, ctypes.c_int) for field in fields(KernelResources))
 
 
-def package_folder() -> Path:
-    """Return the folder in which the installed package flash_attention keeps the library. Raises
-    RuntimeError."""
-    spec = importlib.util.find_spec("flash_attention")
-    if spec is None or spec.origin is None:
-        raise RuntimeError(f"the package flash_attention is not installed: {_HOW_TO_BUILD}")
-    return Path(spec.origin).resolve().parent
-
-
 def library_path() -> Path:
     """Return the path of the kernel library. Raises RuntimeError if it is not there."""
     path = package_folder() / LIBRARY
     if not path.is_file():
-        raise RuntimeError(f"{path} is not there: {_HOW_TO_BUILD}")
+        raise RuntimeError(f"{path} is not there: {HOW_TO_BUILD}")
     return path
 
 
@@ -170,7 +167,7 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(library_path()))
     except OSError as error:
         raise RuntimeError(
-            f"the kernel library cannot be loaded ({error}): {_HOW_TO_BUILD}"
+            f"the kernel library cannot be loaded ({error}): {HOW_TO_BUILD}"
         ) from error
     integer, text, pointer = ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p
     signatures = {
@@ -196,7 +193,7 @@ def load() -> ctypes.CDLL:
         except AttributeError as error:
             raise RuntimeError(
                 f"the kernel library has no {name}, so that it is older than this package: "
-                f"{_HOW_TO_BUILD}"
+                f"{HOW_TO_BUILD}"
             ) from error
         function.restype, function.argtypes = result, arguments
     return library
@@ -376,7 +373,7 @@ class Launcher:
 def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
     return _TensorMap(
         len(tensor_map.dims),
-        tensor_map.data_type,
+        _MAP_TYPES[tensor_map.element],
         tensor_map.swizzle,
         tensor_map.box,
         tensor_map.dims,
