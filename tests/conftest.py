@@ -14,6 +14,7 @@ from matrix_digest import RECORD, family_digest
 from matrix_runs import OPTION, MatrixRuns
 from simulated_work import SimulatedWork
 
+from flash_helpers.compile.cache import FOLDER_VARIABLE as COMPILED_VARIABLE
 from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import library
@@ -121,14 +122,16 @@ def terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
-    """The workers of a run share a cache: a fresh one, or the one that the variable names; the
-    user's own is neither read nor filled."""
+    """The workers of a run share the cache of disassemblies, which this is, and that of compiled
+    kernels: a fresh one, or the one that its variable names. The user's own are neither read nor
+    filled."""
     base = tmp_path_factory.getbasetemp()
-    fresh = (base if worker_id == "master" else base.parent) / "sass_cache"
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or fresh)
+    shared = base if worker_id == "master" else base.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, FOLDER_VARIABLE, str(folder))
-        yield folder
+        for variable in (FOLDER_VARIABLE, COMPILED_VARIABLE):
+            folder = os.environ.get(variable) or str(shared / variable.lower())
+            patch.setitem(os.environ, variable, folder)
+        yield Path(os.environ[FOLDER_VARIABLE])
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flash_helpers.compile.codegen import kernel_unit
-from flash_helpers.compile.cubins import Cubin, Source, included_files
+from flash_helpers.compile.cubins import Cubin
+from flash_helpers.compile.sources import Unit, included_files
 from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.results import ResourceRecord
 from flash_helpers.registry.overlap import OVERLAP
@@ -42,14 +43,11 @@ class Experiment:
     header: str
     namespace: str
 
-    def source(self, dtype: Element = DTYPE) -> Source:
+    def unit(self, dtype: Element = DTYPE) -> Unit:
         """The unit to compile."""
         config = CONFIG.replace(dtype=dtype)
-        return Source(
-            self.name,
-            config,
-            kernel_unit(config, name=self.name, header=self.header, namespace=self.namespace),
-        )
+        options = {"name": self.name, "header": self.header, "namespace": self.namespace}
+        return Unit(self.name, kernel_unit(config, **options))
 
 
 # The parent first, then the experiments in the log's order.
@@ -81,7 +79,7 @@ def resources(cubin: Cubin) -> ResourceRecord:
         report.barriers or 0,
     )
     return ResourceRecord(
-        name=cubin.source.name,
+        name=cubin.name,
         registers=report.registers,
         local_bytes=report.stack_bytes,
         smem_bytes=config.smem_bytes,
@@ -96,7 +94,7 @@ def contender(cubin: Cubin, execute: Execute) -> Contender:
 
     file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
     # All experiments share a config.
-    return replace(cubin_contender(file, execute), name=cubin.source.name, config=None)
+    return replace(cubin_contender(file, execute), name=cubin.name, config=None)
 
 
 def source_digest(root: Path) -> str:
@@ -104,7 +102,7 @@ def source_digest(root: Path) -> str:
     comments and blank lines."""
     digest = hashlib.sha256()
     for experiment in EXPERIMENTS:
-        unit = experiment.source().unit
+        unit = experiment.unit().text
         texts = [path.read_text(encoding="utf-8") for path in included_files(root, unit)]
         for text in (*texts, unit):
             lines = (_COMMENT.sub("", line).rstrip() for line in text.splitlines())

@@ -132,7 +132,7 @@ def facts_of_body(name: str, body: Sequence[Operation]) -> LoopFacts:
 
 def read_machine_code(compiled: Iterable[Cubin], root: Path) -> MachineCode:
     """Read the loops of all experiments, in the log's order. Raises SassError."""
-    kernels = {c.source.name: load_kernels(c.path)[0] for c in compiled}
+    kernels = {c.name: load_kernels(c.path)[0] for c in compiled}
     first = kernels[EXPERIMENTS[0].name]
     return MachineCode(
         compiler=str(first.compiler),

@@ -17,8 +17,11 @@ from experiments import CONFIG, DTYPE, EXPERIMENTS, contender, resources, source
 from machine_code import ARCHITECTURE, MachineCode, read_machine_code
 
 from flash_helpers.compile.build import requested_jobs
-from flash_helpers.compile.cubins import Cubin, CubinCompiler
-from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.compile.cache import Cache
+from flash_helpers.compile.compilers import find_compiler
+from flash_helpers.compile.cubins import Cubin, read_cubin
+from flash_helpers.compile.jit import Jit
+from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import (
     add_commit_argument,
     add_lengths_argument,
@@ -56,7 +59,6 @@ LOOP_MARKERS = ("<!-- loops:begin -->", "<!-- loops:end -->")
 NOT_MEASURED = "Not measured yet: `python benchmarks/experiments/run_experiments.py` does it."
 MEASURED_LENGTHS = (1024, 4096)
 DEFAULT_ROUNDS = 15
-COMPILE_TIMEOUT_S = 300.0
 
 DESCRIPTION = f"""\
 Measure the variants of step o5 that docs/tuning.md has not closed yet, beside step o5. Each variant
@@ -121,22 +123,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def compile_experiments(architecture: int) -> list[Cubin]:
     """Compile all experiments, in the log's order. Raises BuildError."""
-    compiler = CubinCompiler(
-        ROOT,
-        ROOT / BUILD,
-        find_toolchain((architecture,)),
-        architecture,
-        requested_jobs(os.environ),
-        COMPILE_TIMEOUT_S,
-    )
-    found: dict[str, Cubin] = {}
-    with bar(total=len(EXPERIMENTS), desc="compiling", unit="kernel") as shown:
-        for compiled in compiler.compile_all([e.source() for e in EXPERIMENTS]):
-            if compiled.cubin is None:
-                raise BuildError(f"{compiled.source.name}: {compiled.failure}")
-            found[compiled.source.name] = compiled.cubin
-            shown.update()
-    return [found[experiment.name] for experiment in EXPERIMENTS]
+    jit = Jit(ROOT, Cache(ROOT / BUILD), find_compiler, requested_jobs(os.environ))
+    compiled = jit.get([experiment.unit() for experiment in EXPERIMENTS], f"sm_{architecture}")
+    return [read_cubin(each, CONFIG) for each in compiled]
 
 
 def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import flash_attention
-from flash_helpers.compile.cubins import CubinCompiler, Source
-from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
+from flash_helpers.compile.cache import Cache
+from flash_helpers.compile.compilers import find_compiler
+from flash_helpers.compile.jit import Jit, units_of
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
@@ -61,16 +62,8 @@ def architecture(cuda_device: torch.device) -> int:
     return 10 * major + minor
 
 
-@pytest.fixture(scope="module")
-def toolchain(architecture: int) -> Toolchain:
-    try:
-        return find_toolchain((architecture,))
-    except BuildError as error:
-        pytest.skip(f"no compiler for this GPU: {error}")
-
-
 @pytest.fixture
-def repository(toolchain: Toolchain, tmp_path: Path) -> Path:
+def repository(tmp_path: Path) -> Path:
     """The kernels, where they may be changed and where files may be written."""
     root = tmp_path / "repository"
     for folder in ("src", "previous_kernels"):
@@ -105,16 +98,15 @@ def found(repository: Path) -> tuple[BestConfigs, dict[str, SweepRow]]:
 
 
 def test_a_kernel_compiled_on_the_side_is_right(
-    cuda_device: torch.device, architecture: int, toolchain: Toolchain, tmp_path: Path
+    cuda_device: torch.device, architecture: int, tmp_path: Path
 ) -> None:
     timer = CudaTimer(cuda_device)
     shape = AttentionForward(2, 16, 512)  # the rows of v16's static stride
     (inputs, *_) = make_input_sets(shape, Element.BF16, cuda_device, timer, Protocol())
-    compiler = CubinCompiler(ROOT, tmp_path / "cubins", toolchain, architecture, 2, 300)
-    for compiled in compiler.compile_all([Source.of(V7), Source.of(V16)]):
-        assert compiled.cubin is not None, compiled.failure
-        name = compiled.source.name
-        kernel = KernelFile(name, str(compiled.cubin.path), compiled.cubin.symbol)
+    jit = Jit(ROOT, Cache(tmp_path / "cubins"), find_compiler, jobs=2)
+    for compiled in jit.get([*units_of(V7), *units_of(V16)], f"sm_{architecture}"):
+        name = compiled.name
+        kernel = KernelFile(name, str(compiled.cubin_path), compiled.symbol)
         wanted = flash_attention.forward(name, *inputs.inputs.values())  # the library's own
         inputs.outputs["o"].fill_(torch.nan)
         cubin_contender(kernel, find_backend("cuda").execute).run(inputs)

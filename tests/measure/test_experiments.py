@@ -23,12 +23,15 @@ import torch
 from attention_tensors import attention_tensors
 from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import ROOT, fake_backend, float32_kernel, load_tool
-from fake_toolchain import fake_toolchain
+from fake_toolchain import FakeCompiler
 
 from flash_helpers import ptx
 from flash_helpers.check.errors import measure_error
 from flash_helpers.compile.build import COMPILE_FLAGS
-from flash_helpers.compile.cubins import Cubin, CubinCompiler
+from flash_helpers.compile.cache import Cache
+from flash_helpers.compile.compilers import Compiler
+from flash_helpers.compile.cubins import Cubin, read_cubin
+from flash_helpers.compile.jit import Jit
 from flash_helpers.compile.ptxas import PtxasReport
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
@@ -130,7 +133,7 @@ def kernel(toolchain, tmp_path_factory) -> Callable[[Experiment, Element], ptx.K
     def compiled(experiment: Experiment, dtype: Element) -> ptx.Kernel:
         folder = tmp_path_factory.mktemp(experiment.name)
         unit, output = folder / "unit.cu", folder / "unit.ptx"
-        unit.write_text(experiment.source(dtype).unit)
+        unit.write_text(experiment.unit(dtype).text)
         flags = (*COMPILE_FLAGS, "-arch=compute_80", "-ptx", "-o", output)
         command = [str(word) for word in (toolchain.nvcc, *flags, unit)]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -195,13 +198,11 @@ def test_a_tile_is_computed_again_only_if_p_was_too_large(
 
 def test_an_experiment_is_compiled_again_when_its_kernel_changes(tmp_path) -> None:
     root = copy_sources(tmp_path)
-    nvcc = fake_toolchain(tmp_path / "bin")
+    jit = Jit(root, Cache(tmp_path / "cubins"), FakeCompiler, jobs=1)
 
     def compile_it() -> Cubin:
-        compiler = CubinCompiler(root, tmp_path / "cubins", nvcc, 90, jobs=1, timeout_s=60)
-        (compiled,) = compiler.compile_all([OPTIMISTIC.source()])
-        assert compiled.cubin is not None, compiled.failure
-        return compiled.cubin
+        (compiled,) = jit.get([OPTIMISTIC.unit()], "sm_90")
+        return read_cubin(compiled, CONFIG)
 
     first = compile_it()
     assert compile_it() == first
@@ -214,9 +215,8 @@ def report_of(registers: int, stack_bytes: int) -> PtxasReport:
 
 
 def test_what_an_experiment_takes_is_what_ptxas_says_and_its_config() -> None:
-    cubin = Cubin(
-        OPTIMISTIC.source(), Path("k.cubin"), "_Zk", "", report_of(registers=255, stack_bytes=16)
-    )
+    report = report_of(registers=255, stack_bytes=16)
+    cubin = Cubin(OPTIMISTIC.name, CONFIG, Path("k.cubin"), "_Zk", "", report)
     # 96 KiB of K and V beside 32 of Q; 255 registers a thread leave room for two blocks of 128
     expected = ResourceRecord("optimistic_maximum", 255, 16, (128 + 4 * 64) * 256, 2)
     assert experiments.resources(cubin) == expected
@@ -420,19 +420,16 @@ def gpu(tool, monkeypatch) -> ModuleType:
     def contender(cubin: Cubin, execute: Execute) -> Contender:
         def run(inputs: InputSet) -> torch.Tensor:
             float32_kernel(cubin.config, *inputs.inputs.values(), inputs.outputs["o"])
-            if cubin.source.name == broken[0]:
+            if cubin.name == broken[0]:
                 inputs.outputs["o"].add_(1)
             return inputs.outputs["o"]
 
-        return Contender(cubin.source.name, None, run)
+        return Contender(cubin.name, None, run)
 
     def compiled(architecture: int) -> list[Cubin]:
         assert architecture == 90
         report = report_of(registers=255, stack_bytes=8)
-        return [
-            Cubin(source, Path("k.cubin"), "_Zk", "", report)
-            for source in (e.source() for e in EXPERIMENTS)
-        ]
+        return [Cubin(name, CONFIG, Path("k.cubin"), "_Zk", "", report) for name in NAMES]
 
     broken = [""]
     tool.broken = broken
@@ -496,9 +493,9 @@ def test_bad_input_is_one_line_and_2(gpu, tmp_path, monkeypatch, capsys, options
 
 
 def test_no_compiler_is_a_usage_error(tool, monkeypatch, capsys) -> None:
-    def none(architectures: tuple[int, ...]) -> Toolchain:
-        raise BuildError("no nvcc")
+    def none() -> Compiler:
+        raise BuildError("no compiler")
 
-    monkeypatch.setattr(tool, "find_toolchain", none)
+    monkeypatch.setattr(tool, "find_compiler", none)
     assert run(tool, "--sass") == 2
-    assert capsys.readouterr().err == "no nvcc\n"
+    assert capsys.readouterr().err == "no compiler\n"

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """Stands in for nvcc: the same files in the same places, in milliseconds and on any machine.
 
-A source that says FAIL does not compile, and one that says SLEEP takes a minute; ptxas repeats the
-line of one that says PTXAS. The environment
-gives what it reports (FAKE_CUDA, FAKE_ARCHITECTURES) and where it notes what it did (FAKE_LOG).
+A source that says FAIL does not compile; one that says SLEEP takes a minute, and PAUSE a moment;
+one that says MEET waits until two of its kind have begun; ptxas repeats the line of one that says
+PTXAS. The environment gives what it reports (FAKE_CUDA, FAKE_ARCHITECTURES) and where it notes what
+it did (FAKE_LOG).
 
-With -cubin it writes the ELF file of one kernel. Its machine code depends on all of the config but
-the fragment loads of Q, K and V; a kernel whose name matches FAKE_SPILLS spills.
+With --first-use it stands in for the compilers of kernels at first use, and writes the ELF file of
+one kernel. The machine code depends on all of the config but the fragment loads of Q, K and V; a
+kernel whose name matches FAKE_SPILLS spills. It has no room in folders below FAKE_FULL.
 """
 
 import os
 import re
-import subprocess
 import sys
+import time
+import zlib
 from pathlib import Path
 
 from fake_cubin import cubin
@@ -43,13 +46,28 @@ def read_unit(source):
     inputs = closure(source, folders, [])
     text = "".join(path.read_text() for path in inputs)
     if "SLEEP" in text:
+        import subprocess  # others start in half the time without it
+
         sleeper = subprocess.Popen(["sleep", "60"])
         note(f"sleeper {sleeper.pid}")
         sleeper.wait()
+    if "PAUSE" in text:
+        time.sleep(0.3)
+    if "MEET" in text:
+        meet()
     if "FAIL" in text:
         print(f"{source}(1): error: FAIL is not C++")
         sys.exit(1)
     return inputs, text
+
+
+def meet():
+    note("here")
+    deadline = time.monotonic() + 60
+    while Path(os.environ["FAKE_LOG"]).read_text().count("here") < 2:
+        if time.monotonic() > deadline:
+            sys.exit("no other came")
+        time.sleep(0.01)
 
 
 def tell(text):
@@ -57,24 +75,30 @@ def tell(text):
         print(f"ptxas info    : {line}")
 
 
-def compile_cubin():
-    source = Path(sys.argv[-1])
+def compile_at_first_use():
+    source, target, scratch, writes = Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
+    if "FAKE_FULL" in os.environ and scratch.is_relative_to(os.environ["FAKE_FULL"]):
+        sys.exit(f"{scratch}: No space left on device")
     _, text = read_unit(source)
     tell(text)
     name = source.stem
     version = name.partition("_")[0]
     namespace = f"{len(version)}{version}"
     symbol = f"_ZN{namespace}14forward_kernelI{len(name)}{name}EEv17ForwardKernelArgs"
+    # neither the name nor the loads of the fragments are in the code
+    unnamed = re.sub(rf"{name}|\.[QKV]_mma_load_K_tiles = \d+", "", text)
+    (scratch / "kernel.ptx").write_text(
+        f"// {zlib.crc32(unnamed.encode())}\n.visible .entry {symbol}()\n"
+    )
+    if target.startswith("compute_") or "kernel.cubin" not in writes:
+        return 0
     spills = "FAKE_SPILLS" in os.environ and re.search(os.environ["FAKE_SPILLS"], name)
     stores, loads = (24, 32) if spills else (0, 0)
-    target = re.search(r"code=(sm_\w+)", " ".join(sys.argv))[1]
     print(f"ptxas info    : Compiling entry function '{symbol}' for '{target}'")
     print(f"ptxas info    : Function properties for {symbol}")
     print(f"    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads")
     print("ptxas info    : Used 168 registers, used 1 barriers")
-    # neither the name nor the loads of the fragments are in the code
-    unnamed = re.sub(rf"{name}|\.[QKV]_mma_load_K_tiles = \d+", "", text)
-    Path(after("-o")).write_bytes(cubin(symbol, unnamed.encode(), registers=168))
+    (scratch / "kernel.cubin").write_bytes(cubin(symbol, unnamed.encode(), registers=168))
     return 0
 
 
@@ -114,8 +138,8 @@ def main():
         architectures = os.environ.get("FAKE_ARCHITECTURES", "75 80 86 89 90")
         print("\n".join(f"compute_{number}" for number in architectures.split()))
         return 0
-    if "-cubin" in sys.argv:
-        return compile_cubin()
+    if "--first-use" in sys.argv:
+        return compile_at_first_use()
     return link() if "-shared" in sys.argv else compile_unit()
 
 

@@ -127,8 +127,7 @@ class ToyConfig(Config):
                 (problem.rows, 1, 1),
                 COLUMNS,
                 0,
-                layout,
-                values,
+                layout.pack(values),
                 tuple(Address(layout.offset(n), tensor) for n, tensor in tensors.items()),
             )
 

@@ -9,7 +9,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,18 +20,14 @@ import torch
 from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import fake_backend, load_tool
 from fake_cubin import cubin
-from fake_toolchain import SUPPORT, fake_toolchain
+from fake_toolchain import SUPPORT, FakeCompiler, fake_toolchain
 from family_headers import copy_family_headers
 
 from flash_helpers.compile.build import LibraryBuild
+from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.codegen import configs_to_build
-from flash_helpers.compile.cubins import (
-    Cubin,
-    CubinCompiler,
-    Source,
-    included_files,
-    read_code,
-)
+from flash_helpers.compile.cubins import Cubin, read_code, read_cubin
+from flash_helpers.compile.jit import Jit, units_of
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
@@ -138,98 +133,17 @@ def log(tmp_path: Path, monkeypatch) -> Callable[[], list[str]]:
     return read
 
 
-@pytest.fixture
-def compiler(repository: Path, toolchain: Toolchain, tmp_path: Path) -> CubinCompiler:
-    return CubinCompiler(repository, tmp_path / "cubins", toolchain, 90, jobs=2, timeout_s=60)
-
-
 # Machine code
 
 
-def test_a_config_becomes_a_cubin_with_its_symbol_and_what_ptxas_said(compiler) -> None:
-    (compiled,) = compiler.compile_all([Source.of(V7)])
-    assert compiled.failure == ""
-    assert compiled.cubin.config == V7
-    assert compiled.cubin.symbol.startswith("_ZN2v714forward_kernelI")
-    assert (compiled.cubin.report.registers, compiled.cubin.report.architecture) == (168, 90)
-    assert compiled.cubin.path.is_file()
-
-
-def test_what_was_compiled_is_kept_until_what_it_was_made_from_changes(
-    compiler, repository, toolchain, tmp_path, log
-) -> None:
-    def compile_again(**changes) -> list[str]:
-        arguments = {"toolchain": toolchain, "architecture": 90, **changes}
-        again = CubinCompiler(repository, tmp_path / "cubins", jobs=2, timeout_s=60, **arguments)
-        assert all(
-            compiled.cubin for compiled in again.compile_all([Source.of(V7), Source.of(LARGE)])
-        )
-        return sorted(log())
-
-    both = sorted(config.short_form() for config in (V7, LARGE))
-    assert compile_again() == both
-    assert compile_again() == []
-    (repository / STEPS["v8"].source).write_text("// of another step\n")
-    assert compile_again() == []
-    (repository / "src/include/flash_attention.cuh").write_text("// changed\n")
-    assert compile_again() == both
-    (repository / "src/include/flash_attention.cuh").write_text("// the config\n")
-    assert compile_again() == []
-    assert compile_again(architecture=80) == both
-    assert compile_again(toolchain=replace(toolchain, identity="nvcc 13.1")) == both
-
-
-def test_a_config_that_does_not_compile_says_so_and_stops_no_other(compiler, repository) -> None:
-    (repository / STEPS["v8"].source).write_text("FAIL\n")
-    compiled = compiler.compile_all([Source.of(V8), Source.of(V7)])
-    found = {each.source.config: each for each in compiled}
-    assert "error: FAIL is not C++" in found[V8].failure
-    assert found[V7].cubin is not None
-
-
-def test_a_compiler_that_takes_too_long_is_ended(repository, toolchain, tmp_path, log) -> None:
-    (repository / STEPS["v7"].source).write_text("SLEEP\n")
-    late = CubinCompiler(repository, tmp_path / "cubins", toolchain, 90, jobs=1, timeout_s=0.5)
-    (compiled,) = late.compile_all([Source.of(V7)])
-    assert compiled.failure == "nvcc took over 0.5 s"
-    assert_no_sleeper_is_left(log())
-
-
-def test_a_sweep_that_is_stopped_ends_its_compilers(compiler, repository, log, tmp_path) -> None:
-    (repository / STEPS["v8"].source).write_text("SLEEP\n")
-    results = compiler.compile_all([Source.of(V8), Source.of(V7)])
-    assert next(results).source.config == V7
-    lines: list[str] = []
-    deadline = time.monotonic() + 20
-    while not any("sleeper" in line for line in lines) and time.monotonic() < deadline:
-        lines += log()
-        time.sleep(0.01)
-    results.close()
-    assert_no_sleeper_is_left(lines)
-    assert not list((tmp_path / "cubins").glob(".compiling-*"))
-
-
-def assert_no_sleeper_is_left(lines: list[str]) -> None:
-    (sleeper,) = (int(line.split()[1]) for line in lines if line.startswith("sleeper"))
-    deadline = time.monotonic() + 10
-    while is_running(sleeper) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(sleeper)
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def test_sources_are_followed_through_includes(repository: Path) -> None:
-    (repository / "src/include/a.cuh").write_text('#include "b.cuh"\n')
-    (repository / "src/include/b.cuh").write_text("#include <vector>\n")
-    found = included_files(repository, '#include "a.cuh"\n#include "not_there.h"\n')
-    assert [path.name for path in found] == ["a.cuh", "b.cuh"]
+def test_a_compiled_kernel_is_read_with_what_ptxas_said(repository, tmp_path: Path) -> None:
+    jit = Jit(repository, Cache(tmp_path / "cubins"), FakeCompiler, jobs=1)
+    (compiled,) = jit.get(units_of(V7), "sm_90")
+    found = read_cubin(compiled, V7)
+    assert (found.name, found.config) == (V7.short_form(), V7)
+    assert found.symbol.startswith("_ZN2v714forward_kernelI")
+    assert (found.report.registers, found.report.architecture) == (168, 90)
+    assert found.path.is_file()
 
 
 @pytest.mark.parametrize(
@@ -391,7 +305,7 @@ def test_one_key_of_the_journal_is_of_one_problem(monkeypatch, tmp_path: Path) -
 
     info = WorkerInfo(H100, "9.0", 227 * 1024, "580.1", "2.13.0")
     measurer = Measurer(Process(), info, Journal(tmp_path / "journal"), 1.0)
-    made = Cubin(Source.of(V7), tmp_path / "k.cubin", "_Zk", "digest", None)
+    made = Cubin(V7.short_form(), V7, tmp_path / "k.cubin", "_Zk", "digest", None)
     problems = {}
     for batch in (1, 1, 2):
         monkeypatch.setattr(
@@ -572,9 +486,9 @@ class Sweeper:
 
 
 @pytest.fixture
-def sweep(repository: Path, toolchain, monkeypatch, tmp_path: Path) -> Sweeper:
+def sweep(repository: Path, monkeypatch, tmp_path: Path) -> Sweeper:
     tool = load_tool("tools/benchmark/autotune.py")
-    monkeypatch.setattr(tool, "find_toolchain", lambda architectures: toolchain)
+    monkeypatch.setattr(tool, "find_compiler", FakeCompiler)
     monkeypatch.setattr(tool, "WORKER_COMMAND", WORKER)
     monkeypatch.setenv("FAKE_GPU", H100)
     return Sweeper(repository, tool, tmp_path)

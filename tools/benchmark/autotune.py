@@ -18,9 +18,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.codegen import read_config_file
-from flash_helpers.compile.cubins import CubinCompiler
-from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.compile.compilers import find_compiler
+from flash_helpers.compile.jit import Jit
+from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
@@ -250,18 +252,12 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     champions = [config for entry in found if entry for config in entry.at_size()]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
-        compiler=CubinCompiler(
-            arguments.root,
-            work / "cubins",
-            find_toolchain((info.architecture,)),
-            info.architecture,
-            arguments.jobs,
-            COMPILE_TIMEOUT_S,
-        ),
+        jit=Jit(arguments.root, Cache(work / "compiled"), find_compiler, arguments.jobs),
         measurer=Measurer(worker, info, Journal(work / "journal.jsonl"), arguments.timeout),
         sizes=arguments.sizes,
         screen_sizes=arguments.screen_sizes,
         spill_bytes=arguments.allow_spills,
+        compile_s=COMPILE_TIMEOUT_S,
         deadline=begin + arguments.budget,
         date=datetime.now(timezone.utc).date().isoformat(),
         commit=arguments.commit or git_commit(arguments.root),

@@ -316,8 +316,7 @@ class HopperKernelConfig(Config):
             cluster=(self.cluster_blocks, 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
-            layout=ARGUMENTS,
-            values=values,
+            arguments=ARGUMENTS.pack(values),
             addresses=tuple(
                 Address(ARGUMENTS.offset(member), name) for member, name in pointers.items()
             ),

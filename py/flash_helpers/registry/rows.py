@@ -123,8 +123,7 @@ class SoftmaxKernelConfig(Config):
             grid=(problem.rows, 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
-            layout=ARGUMENTS,
-            values=values,
+            arguments=ARGUMENTS.pack(values),
             addresses=tuple(Address(ARGUMENTS.offset(name), name) for name in "xy"),
         )
         return Call((launch,))

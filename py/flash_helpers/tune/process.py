@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from flash_helpers.compile.compiler import kill_group
+from flash_helpers.compile.processes import kill_group
 from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord
 
 WORKER_COMMAND = (sys.executable, "-m", "flash_helpers.tune.worker")

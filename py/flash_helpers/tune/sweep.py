@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
+from flash_helpers.compile.cubins import Cubin, read_cubin
+from flash_helpers.compile.jit import Jit, Outcome, units_of
 from flash_helpers.kernel_configs import STEPS, Config, Element, config_from_short_form
 from flash_helpers.measure.results import (
     LOADS,
@@ -141,16 +142,18 @@ def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> 
 class Sweep:
     """One search, on the GPU of one worker.
 
-    sizes: of the final round. spill_bytes: allowed stores and loads per thread. deadline: on the
-    clock of `time.monotonic`; no candidate is begun after it. date, commit: recorded in the rows.
-    step: the one that all configs compete for; "" if each competes for its own.
+    sizes: of the final round. spill_bytes: allowed stores and loads per thread. compile_s: most
+    seconds for the compilation of a candidate. deadline: on the clock of `time.monotonic`; no
+    candidate is begun after it. date, commit: recorded in the rows. step: the one that all configs
+    compete for; "" if each competes for its own.
     """
 
-    compiler: CubinCompiler
+    jit: Jit
     measurer: Measurer
     sizes: Sequence[int]
     screen_sizes: Sequence[int]
     spill_bytes: int
+    compile_s: float
     deadline: float
     date: str
     commit: str
@@ -176,11 +179,13 @@ class Sweep:
                 self._keep(self._row(config, None, DROPPED, reason), progress)
             else:
                 fitting.append(config)
-        with contextlib.closing(
-            self.compiler.compile_all([Source.of(config) for config in fitting])
-        ) as results:
-            for compiled in results:
-                self._keep(self._screened(compiled), progress)
+        architecture = self.measurer.info.architecture
+        targets = [f"sm_{c.family.targets_for([architecture])[0]}" for c in fitting]
+        units = [units_of(config)[0] for config in fitting]
+        by_unit = dict(zip(units, fitting, strict=True))
+        with contextlib.closing(self.jit.each(units, targets, self.compile_s)) as outcomes:
+            for compiled in outcomes:
+                self._keep(self._screened(by_unit[compiled.unit], compiled), progress)
                 if time.monotonic() >= self.deadline:
                     break
         for config in fitting:
@@ -236,7 +241,7 @@ class Sweep:
             date=self.date,
             commit=self.commit,
             driver=self.measurer.info.driver,
-            compiler=".".join(map(str, self.compiler.toolchain.version)),
+            compiler=".".join(map(str, self.jit.compiler.version)),
             torch=self.measurer.info.torch,
             at_sizes=tuple(_at_sizes(measurements, winner, right)),
             load=FINAL_PROTOCOL.loads[0].name,
@@ -276,10 +281,13 @@ class Sweep:
             commit=self.commit,
         )
 
-    def _screened(self, compiled: Compiled) -> SweepRow:
-        config, cubin = compiled.source.config, compiled.cubin
-        if cubin is None:
-            return self._row(config, None, DROPPED, compiled.failure)
+    def _screened(self, config: Config, found: Outcome) -> SweepRow:
+        if found.compiled is None:
+            return self._row(config, None, DROPPED, found.reason)
+        try:
+            cubin = read_cubin(found.compiled, config)
+        except (OSError, ValueError) as error:
+            return self._row(config, None, DROPPED, f"its machine code cannot be read: {error}")
         report, limit = cubin.report, self.spill_bytes
         spilled = report.spill_store_bytes + report.spill_load_bytes
         if spilled > limit and config not in self._champions:
@@ -291,10 +299,10 @@ class Sweep:
         self._cubins[config] = cubin
         if (known := self._by_code.get(cubin.code)) is not None:
             return replace(known, name=config.short_form(), same_as=known.name)
-        found = self.measurer.measure([cubin], self.screen_sizes, SCREEN_PROTOCOL)
-        ratio = None if found.failure else _ratio(found.measurements, config)
+        entry = self.measurer.measure([cubin], self.screen_sizes, SCREEN_PROTOCOL)
+        ratio = None if entry.failure else _ratio(entry.measurements, config)
         outcome = FAILED if ratio is None else TIMED
-        row = self._row(config, cubin, outcome, found.failure, ratio)
+        row = self._row(config, cubin, outcome, entry.failure, ratio)
         self._by_code[cubin.code] = row
         return row
 
