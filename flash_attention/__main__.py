@@ -1,15 +1,44 @@
-"""Print the kernels of the library, the GPU that it would run on, and the simulator."""
+"""Print the kernels of the library, the GPU that it would run on, and the simulator; or run a
+command."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from typing import Any
 
 from flash_helpers.compile.build import PTX_FOLDER
-from flash_helpers.console.command_line import print_text, run_tool
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.runtime import library
+
+PROG = "python -m flash_attention"
+
+DESCRIPTION = """\
+Print the kernels of the library, the GPU that it would run on, and the simulator; or run a command.
+
+commands, each with a --help of its own:
+  cache     list and remove the kernels that were compiled at first use
+  replay    run a call that the log of calls saved again
+"""
+
+EXAMPLES = """\
+examples:
+  what is installed:
+    python -m flash_attention
+  which kernels were compiled at first use:
+    python -m flash_attention cache
+
+exit status: 0 done, 1 the library cannot be loaded, 2 wrong usage, 130 interrupted
+"""
+
+COMMANDS = {
+    "cache": "flash_helpers.compile.cache_command",
+    "replay": "flash_helpers.check.replay",
+}
+"""Modules of the commands, each with a `main(arguments)`; only the one that runs is
+imported."""
 
 
 def device_text() -> str:
@@ -50,10 +79,18 @@ def summary() -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flash_attention", description=__doc__)
+    """Print the summary, or run the command that is named first; returns the exit status."""
+    parser = make_parser(DESCRIPTION, EXAMPLES, PROG)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of the above"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     arguments = parser.parse_args(argv)
-    return run_tool(lambda: print_summary(arguments.json))
+    if arguments.command is None:
+        return run_tool(lambda: print_summary(arguments.json))
+    module = importlib.import_module(COMMANDS[arguments.command])
+    return module.main(arguments.arguments)
 
 
 def print_summary(as_json: bool) -> int:
