@@ -7,9 +7,9 @@ if __name__ == "__main__":
     import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
-import contextlib
 import functools
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +30,7 @@ from flash_helpers.measure.call_overhead import (
     CUDNN_TRANSPOSED,
     FLASH_COMPILED,
     FLASH_TRANSPOSED,
+    LOGGED,
     CallOverhead,
     Contender,
     measure_calls,
@@ -49,12 +50,12 @@ CALLS = 200  # fewer than the driver queues before it makes the host wait
 DESCRIPTION = f"""\
 Time {CALLS} calls in a row without waiting for the GPU, at a shape so small that the GPU finishes
 before the host. The calls are forward() with the kernel that attention() chooses, with and without
-an output tensor, and attention(). Both are also compiled by torch.compile, beside q + k, the
-smallest function to compile. PyTorch's scaled_dot_product_attention runs with its flash and cuDNN
-backends. All calls take and return (batch, seq, heads, d_head) tensors, which PyTorch's functions
-must transpose; they are also called on tensors that were transposed before. Contenders are
-interleaved. Times are lower quartiles over the rounds, and ratios are medians over the rounds of
-the ratio within each.
+an output tensor, and attention(), without a log of calls and with one at each level that writes
+without saving tensors. Both are also compiled by torch.compile, beside q + k, the smallest function
+to compile. PyTorch's scaled_dot_product_attention runs with its flash and cuDNN backends. All calls
+take and return (batch, seq, heads, d_head) tensors, which PyTorch's functions must transpose; they
+are also called on tensors that were transposed before. Contenders are interleaved. Times are lower
+quartiles over the rounds, and ratios are medians over the rounds of the ratio within each.
 """
 
 EXAMPLES = f"""\
@@ -76,6 +77,8 @@ def contenders(device: torch.device) -> dict[str, Contender]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     import flash_attention
+    from flash_helpers.runtime.call import calls_logged
+    from flash_helpers.runtime.call_log import CallLog, Destination
     from flash_helpers.tune.best import choose_config
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -100,7 +103,11 @@ def contenders(device: torch.device) -> dict[str, Contender]:
         "attention_compiled": lambda: compiled_attention(q, k, v),
         ADD_COMPILED: lambda: compiled_add(q, k),
     }
-    found = {name: Contender(call, contextlib.nullcontext) for name, call in calls.items()}
+    unlogged = functools.partial(calls_logged, None)  # whatever the environment asks for
+    found = {name: Contender(call, unlogged) for name, call in calls.items()}
+    for level, name in LOGGED.items():
+        log = CallLog(level, Destination(os.devnull))
+        found[name] = Contender(calls["attention"], functools.partial(calls_logged, log))
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     compiled_transposing = torch.compile(transposing, fullgraph=True)
     calls = {

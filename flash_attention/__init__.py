@@ -8,6 +8,7 @@
 On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
 `kernels()` lists the kernels of the library; `python -m flash_attention` prints them.
 `best_config()` gives the fastest config of a step on a GPU, according to sweeps.
+FLASH_ATTENTION_LOGLEVEL, read at import, makes a log of calls (`flash_helpers.runtime.call_log`).
 """
 
 import sys

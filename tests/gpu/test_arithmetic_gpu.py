@@ -26,7 +26,8 @@ min.s16x2 u32 u32 u32 | max.u16x2 u32 u32 u32 | mul.hi.s64 u64 u64 u64
 mad.lo.u64 u64 u64 u64 u64 | dp4a.s32.u32 s32 s32 u32 s32 | dp2a.hi.s32.s32 s32 s32 s32 s32
 sad.s32 s32 s32 s32 s32 | div.s32 s32 s32 s32 | rem.s32 s32 s32 s32 | div.u64 u64 u64 u64
 rem.s64 u64 u64 u64 | shf.l.clamp.b32 u32 u32 u32 u32 | shf.r.wrap.b32 u32 u32 u32 u32
-shl.b32 u32 u32 u32 | shr.s64 u64 u64 u32 | bfe.s32 s32 s32 u32 u32 | bfe.u64 u64 u64 small small
+shl.b32 u32 u32 u32 | shr.s64 u64 u64 u32 | bfe.s32 s32 s32 u32 u32 | bfe.u64 u64 u64 byte byte
+bfe.s64 u64 u64 byte byte | bfi.b64 u64 u64 u64 byte byte
 bfi.b32 u32 u32 u32 u32 u32 | bmsk.clamp.b32 u32 u32 u32 | bmsk.wrap.b32 u32 u32 u32
 szext.clamp.s32 s32 s32 u32 | szext.wrap.u32 u32 u32 u32 | fns.b32 u32 u32 lane small
 bfind.shiftamt.s32 u32 s32 | prmt.b32.f4e u32 u32 u32 u32 | prmt.b32.ecr u32 u32 u32 u32
@@ -108,8 +109,8 @@ def edges(type_name: str, rng: np.random.Generator) -> np.ndarray:
     count, size = WARPS * WARP, 8 if type_name.endswith("64") else 4
     if type_name == "lane":
         return (np.arange(count) % WARP).astype(np.uint32)
-    if type_name == "small":
-        return rng.integers(0, 70, count, np.uint32)
+    if type_name in ("small", "byte"):
+        return rng.integers(0, 70 if type_name == "small" else 256, count, np.uint32)
     if type_name not in FLOATS and type_name != "bf16x2":
         few = [0, 1, 2, 3, 5, 31, 32, 33, 40, 127, 128, 255, 0x7FFF, 0x8000, 0x7FFFFF, -1, -2, -128]
         few += [(1 << (8 * size - 1)) - 1, -(1 << (8 * size - 1))]

@@ -69,7 +69,8 @@ def test_contenders_take_turns_in_either_order_after_a_warm_up(measured):
     host = Host()
     measured(host, rounds=20, calls=3)
     samples = [(name, len([*group])) for name, group in itertools.groupby(host.called) if name]
-    assert {n for _, n in samples} == {3}
+    assert {n for _, n in samples} == {1, 3}  # one call before the device is waited for
+    samples = [(name, n) for name, n in samples if n == 3]
     rounds = [tuple(name for name, _ in pair) for pair in zip(*[iter(samples)] * 2, strict=True)]
     assert len(rounds) == 21
     orders = {("forward", FLASH), (FLASH, "forward")}

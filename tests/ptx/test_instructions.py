@@ -137,6 +137,26 @@ def test_bit_field_insert():
     check("bfi.b32 %d, %a, %b, %p, %n;", inputs, "u32", [0xFFFF00F0, 0xFFFF0000, 0xFFFF0000])
 
 
+def test_places_of_bit_fields_of_64_bits_are_no_larger_than_255():
+    """Of 32 bits, the lowest 8 bits of a larger number count."""
+    inputs = {"a": ("u64", [2**64 - 2]), "p": ("u32", [1, 64, 255]), "n": ("u32", [255, 4, 1])}
+    check("bfe.u64 %d, %a, %p, %n;", inputs, "u64", [2**63 - 1, 0, 0])
+    check("bfe.s64 %d, %a, %p, %n;", inputs, "u64", [2**64 - 1] * 3)
+    check("bfi.b64 %d, %a, %a, %p, %n;", inputs, "u64", [2**64 - 4, 2**64 - 2, 2**64 - 2])
+    check("bfe.u32 %d, 0xF0, 260, 257;", {}, "u32", [1])
+    check("bfi.b32 %d, 1, 0, 257, 258;", {}, "u32", [2])
+
+
+@pytest.mark.parametrize("places", ["256, 8", "8, 256", "%p, 8", "8, %p"])
+@pytest.mark.parametrize("body", ["bfe.u64 %d, %a", "bfe.s64 %d, %a", "bfi.b64 %d, %a, %a"])
+def test_a_place_of_a_bit_field_of_64_bits_past_255_is_refused(body, places):
+    inputs = {"a": ("u64", [1, 1]), "p": ("u32", [0, 4096])}
+    with pytest.raises(
+        UnsupportedInstruction, match=r"a bit field at (256|4096), or of that length"
+    ):
+        evaluate(f"{body}, {places};", inputs, "u64")
+
+
 def test_logic_of_three_follows_its_table():
     a, b, c = [0xF0F0F0F0], [0xCCCCCCCC], [0xAAAAAAAA]
     for table in (0x00, 0x80, 0x96, 0xE8, 0xFE, 0xCA, 0xFF):

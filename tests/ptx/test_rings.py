@@ -26,6 +26,7 @@ from flash_helpers.ptx import (
     RaceError,
 )
 from flash_helpers.ptx.run.execute.sleepers import Sleepers
+from flash_helpers.ptx.run.watch.agents import AgentWatch
 
 TILES = 6
 
@@ -322,3 +323,43 @@ def test_lanes_are_asked_again_once_a_phase_is_complete(monkeypatch):
     {wait("bar", 0)}
     """)
     assert len(asked) == 2
+
+
+class TestCopiesOfOneInstruction:
+    """They begin together, whichever lanes and blocks issue them."""
+
+    def body(self, apart: int) -> str:
+        """Eight lanes copy 64 bytes each to places that are so many bytes apart."""
+        return f"""
+        @%p0 {INIT} [bar], 1;
+        {BARRIER_INITS}
+        bar.sync 0;
+        @%p0 {EXPECT} [bar], 512;
+        mov.u32 %r0, smem;
+        mad.lo.u32 %r0, %tid, {apart}, %r0;
+        mul.wide.u32 %rd3, %tid, 64;
+        add.u64 %rd3, %rd3, %rd0;
+        setp.lt.u32 %p1, %tid, 8;
+        @%p1 {LOAD_BYTES} [%r0], [%rd3], 64, [bar];
+        {wait("bar", 0)}
+        mad.wide.u32 %rd4, %tid, 4, %rd1;
+        mad.lo.u32 %r0, %tid, 4, smem;
+        ld.shared.u32 %r1, [%r0];
+        st.global.u32 [%rd4], %r1;
+        """
+
+    def test_are_checked_at_once(self, monkeypatch):
+        counts, begin_write = [], AgentWatch.begin_write
+
+        def count(self, position, agents, *rest):
+            counts.append(agents.size)
+            return begin_write(self, position, agents, *rest)
+
+        monkeypatch.setattr(AgentWatch, "begin_write", count)
+        _, out = run(self.body(64), grid=3)
+        assert counts == [24]
+        assert np.array_equal(out[:64].view(np.float32), np.arange(64))
+
+    def test_may_not_write_the_same_bytes(self):
+        with pytest.raises(RaceError, match=r"twice\n.*in the same instruction"):
+            run(self.body(48))

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,43 +290,60 @@ class TestCalls:
         assert path.read_text().count("\n") == 1
 
     @pytest.mark.slow
-    def test_compiled_code_when_it_runs(self, logged, path, not_run):
-        torch._dynamo.reset()
-        compiled = torch.compile(flash_attention.attention, fullgraph=True, backend="aot_eager")
+    @pytest.mark.parametrize("made", ["compiled", "exported"])
+    def test_traced_code_when_it_runs(self, logged, path, not_run, made):
+        class Module(torch.nn.Module):
+            def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return flash_attention.attention(q, k, v)
+
         with logged(5):
-            compiled(*qkv())
-            compiled(*qkv())
+            if made == "compiled":
+                torch._dynamo.reset()
+                function = torch.compile(Module(), fullgraph=True, backend="aot_eager")
+            else:
+                function = torch.export.export(Module(), tuple(qkv())).module()
+            function(*qkv())
+            function(*qkv())
         text = path.read_text()
         assert len(not_run) == text.count("attention_forward by") == 2
         assert text.count("q: min 1, max 1, mean 1, 0 NaN, 0 inf") == 2
 
-    @pytest.mark.parametrize("level", [None, 1])
-    def test_on_a_gpu_by_no_plan_that_skips_the_log(self, path, monkeypatch, not_run, level):
-        """A fake of a plan for a GPU, whose quick launch nothing may use while there is a log."""
-        launched: list[str] = []
-        plan = call.prepare(ATTENTION, *qkv()).plan
 
-        def launch(*_: object) -> bool:
-            launched.append("quickly")
+class TestQuickLaunch:
+    """A call that is launched from C skips the log, so that nothing does while there is one."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch) -> list[str]:
+        """The launches, by their kind, of calls that are planned as if for a GPU."""
+        launched: list[str] = []
+
+        def quickly(*_: object) -> bool:
+            launched.append("quick")
             return True
 
-        monkeypatch.setattr(call, "_quick_plans", {})
-        fake = replace(plan, device=0, quick=launch)
+        plan = replace(call.prepare(ATTENTION, *qkv()).plan, device=0, quick=quickly)
         tensors = dict.fromkeys("qkvo", qkv()[0])
-        monkeypatch.setattr(call, "_checked", lambda *_: (fake, tensors, {}))
-        monkeypatch.setattr(call.Plan, "run", lambda *_: launched.append("in the ordinary way"))
+        monkeypatch.setattr(call, "_quick_plans", {})
+        monkeypatch.setattr(call, "_checked", lambda *_: (plan, tensors, {}))
+        monkeypatch.setattr(call.Plan, "run", lambda *_: launched.append("ordinary"))
         monkeypatch.setattr(call_log, "_is_captured", lambda device: False)
-        log = nullcontext() if level is None else calls_logged(CallLog(1, Destination(str(path))))
-        flash_attention.forward(ATTENTION, *qkv())  # makes a quick plan
-        with log:
+        return launched
+
+    def test_asks_nothing_about_a_log(self, launched, monkeypatch):
+        flash_attention.forward(ATTENTION, *qkv())
+        monkeypatch.delattr(call, "_log")
+        flash_attention.forward(ATTENTION, *qkv())
+        assert launched == ["ordinary", "quick"]
+
+    def test_is_not_made_within_a_log(self, launched, logged, path):
+        flash_attention.forward(ATTENTION, *qkv())
+        with logged(1):
             flash_attention.forward(ATTENTION, *qkv())
             flash_attention.forward(ATTENTION, *qkv())
-        if level is None:
-            assert launched == ["in the ordinary way", "quickly", "quickly"]
-        else:
-            assert launched == 3 * ["in the ordinary way"]
-            assert path.read_text().count("on cuda:0\n") == 2
-        assert bool(call._quick_plans) == (level is None)
+        flash_attention.forward(ATTENTION, *qkv())
+        flash_attention.forward(ATTENTION, *qkv())
+        assert launched == [*4 * ["ordinary"], "quick"]
+        assert path.read_text().count("on cuda:0\n") == 2
 
 
 class TestDestination:

@@ -88,7 +88,8 @@ class OtherConfig(Config):
             grid=(device.sms, 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
-            arguments=ARGUMENTS.pack({"n": (problem.len_q // self.tile,)}),
+            layout=ARGUMENTS,
+            values={"n": (problem.len_q // self.tile,)},
             addresses=(
                 Address(ARGUMENTS.offset("O"), "o"),
                 Address(ARGUMENTS.offset("counter"), COUNTER),

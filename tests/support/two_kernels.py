@@ -127,7 +127,8 @@ class ToyConfig(Config):
                 (problem.rows, 1, 1),
                 COLUMNS,
                 0,
-                layout.pack(values),
+                layout,
+                values,
                 tuple(Address(layout.offset(n), tensor) for n, tensor in tensors.items()),
             )
 

@@ -12,6 +12,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from flash_helpers.gpu import WARP
 from flash_helpers.registry.problem import Element
@@ -31,6 +32,11 @@ class Kind:
     def size(self) -> int:
         """Size in bytes."""
         return struct.calcsize(f"<{self.code}")
+
+    @property
+    def count(self) -> int:
+        """Number of the member's values."""
+        return len(struct.unpack(f"<{self.code}", bytes(self.size)))
 
 
 INT = Kind("i", 4)
@@ -73,8 +79,12 @@ class StructLayout:
     def size(self) -> int:
         """Size in bytes, padding at the end included."""
         *_, last = self.members
-        align = max(kind.align for kind in self.kinds.values())
-        return -(-(last.offset + last.kind.size) // align) * align
+        return -(-(last.offset + last.kind.size) // self.alignment) * self.alignment
+
+    @property
+    def alignment(self) -> int:
+        """Alignment in bytes."""
+        return max(kind.align for kind in self.kinds.values())
 
     def offset(self, name: str) -> int:
         """Return the offset of a member in bytes."""
@@ -114,6 +124,25 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+
+    @property
+    def data_type(self) -> int:
+        """The element type as cuda.h numbers it (CUtensorMapDataType)."""
+        return _MAP_TYPES[self.element]
+
+    @property
+    def swizzle_mode(self) -> int:
+        """The swizzle as cuda.h numbers it (CUtensorMapSwizzle)."""
+        return (0, 32, 64, 128).index(self.swizzle)
+
+
+_MAP_TYPES = {
+    Element.FP16: 6,
+    Element.BF16: 9,
+    Element.FP32: 7,
+    Element.INT32: 3,
+    Element.FP8: 0,
+}
 
 
 @dataclass(frozen=True)
@@ -188,18 +217,24 @@ class Launch:
 
     `kernel`: the kernel's name, as the library registers it. `grid`, `cluster`: blocks in x, y, z;
     a cluster divides the grid. `block`: threads. `shared_bytes`: dynamic shared memory per block.
-    `arguments`: the kernel's one parameter, with zeros where addresses and tensor maps belong.
-    `tensor_maps`: tensor maps by their offset in the arguments.
+    `layout`, `values`: the kernel's one parameter and its members, but for addresses and tensor
+    maps. `tensor_maps`: tensor maps by their offset in the arguments.
     """
 
     kernel: str
     grid: tuple[int, int, int]
     block: int
     shared_bytes: int
-    arguments: bytes
+    layout: StructLayout
+    values: Mapping[str, tuple[float, ...]]
     addresses: tuple[Address, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
     tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
+
+    @cached_property
+    def arguments(self) -> bytes:
+        """The kernel's one parameter, with zeros where addresses and tensor maps belong."""
+        return self.layout.pack(self.values)
 
     @property
     def n_blocks(self) -> int:
@@ -218,6 +253,14 @@ class Launch:
         `encode`: needed where there are tensor maps.
         """
         return Template(self.arguments, self.addresses, self.tensor_maps).fill(addresses, encode)
+
+
+def starts(size: int, most: int) -> Iterator[int]:
+    """Yield the number of the first item of each launch, where one launch takes `most` items."""
+    first = 0
+    while first < size:
+        yield first
+        first += most
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,8 @@ class HopperKernelConfig(Config):
             cluster=(self.cluster_blocks, 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
-            arguments=ARGUMENTS.pack(values),
+            layout=ARGUMENTS,
+            values=values,
             addresses=tuple(
                 Address(ARGUMENTS.offset(member), name) for member, name in pointers.items()
             ),

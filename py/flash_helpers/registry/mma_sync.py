@@ -21,6 +21,7 @@ from flash_helpers.registry.call import (
     Call,
     Launch,
     StructLayout,
+    starts,
 )
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.problem import Element, Strides
@@ -168,8 +169,9 @@ class MmaSyncConfig(Config):
 
     def runs_as(self: Own, strides: Strides) -> Own:
         """Return the config itself, or the general one where a tensor has another row stride."""
-        rows = {strides[name][1] for name in "qkvo"}
-        return self if rows == {self.static_row_stride} else self.general()
+        own = self.static_row_stride
+        is_own = not own or all(strides[name][1] == own for name in "qkvo")
+        return self if is_own else self.general()
 
     def own_strides(self, problem: AttentionForward) -> dict[str, tuple[int, ...]]:
         """Return strides with the static row stride, if there is one: those of heads in a wider
@@ -183,7 +185,6 @@ class MmaSyncConfig(Config):
         the batches exceed the z dimension of a grid."""
         values: dict[str, tuple[float, ...]] = {"seq_len": (problem.len_q,)}
         values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
-        arguments = ARGUMENTS.pack(values)
         most = gpu.MAX_GRID[2]
         (kernel,) = self.runs_as(strides).kernels.values()
         return Call(
@@ -197,7 +198,8 @@ class MmaSyncConfig(Config):
                     ),
                     block=self.n_threads,
                     shared_bytes=self.smem_bytes,
-                    arguments=arguments,
+                    layout=ARGUMENTS,
+                    values=values,
                     addresses=tuple(
                         Address(
                             ARGUMENTS.offset(name.upper()),
@@ -207,7 +209,7 @@ class MmaSyncConfig(Config):
                         for name in "qkvo"
                     ),
                 )
-                for first in range(0, problem.batch, most)
+                for first in starts(problem.batch, most)
             )
         )
 

@@ -118,7 +118,8 @@ def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
     """Return a field that the command line has an option for.
 
     `text`: help of the option. `flag`: `name` of the option if it is not the field's; `metavar`;
-    `title`: the field in words, if they differ from the option's name.
+    `title`: the field in words, if they differ from the option's name; `most`: largest value in a
+    call of an exported kernel.
     """
     return field(default=default, metadata={"help": text, **flag})
 

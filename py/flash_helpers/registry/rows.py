@@ -123,7 +123,8 @@ class SoftmaxKernelConfig(Config):
             grid=(problem.rows, 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
-            arguments=ARGUMENTS.pack(values),
+            layout=ARGUMENTS,
+            values=values,
             addresses=tuple(Address(ARGUMENTS.offset(name), name) for name in "xy"),
         )
         return Call((launch,))

@@ -100,13 +100,6 @@ _DLPACK_CODES = {
     Element.INT32: 0,
     Element.FP8: 10,
 }
-_MAP_TYPES = {
-    Element.FP16: 6,
-    Element.BF16: 9,
-    Element.FP32: 7,
-    Element.INT32: 3,
-    Element.FP8: 0,
-}
 
 
 @dataclass(frozen=True)
@@ -373,7 +366,7 @@ class Launcher:
 def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
     return _TensorMap(
         len(tensor_map.dims),
-        _MAP_TYPES[tensor_map.element],
+        tensor_map.data_type,
         tensor_map.swizzle,
         tensor_map.box,
         tensor_map.dims,

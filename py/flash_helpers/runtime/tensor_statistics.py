@@ -29,7 +29,9 @@ class TensorStatistics:
             x = x[x.isfinite()]
         if not x.numel():
             return cls(None, None, None, n_nan, n_inf)
-        total = x.sum(dtype=torch.float64)
+        # For two-byte types PyTorch adds in fp32 on the fly; for fp64 it would make a copy, which
+        # is four times the tensor.
+        total = x.sum(dtype=torch.float64 if x.element_size() > 2 else torch.float32)
         least, largest, total = torch.stack([y.double() for y in (*x.aminmax(), total)]).tolist()
         return cls(least, largest, total / x.numel(), n_nan, n_inf)
 

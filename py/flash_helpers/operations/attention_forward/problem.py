@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from flash_helpers.registry.problem import Element, Problem, Role, Tensor, option
 
 MAX_SCALE_EXPONENT = 126  # of two, over or under 1: a softmax scale is a normal number of float32
+# Batches and heads of a call from C: with any length, 64 bits count its tiles.
+MAX_EXPORTED = 65535
 _FP32_EPSILON = 2.0**-24  # scales that differ by less are the same to a kernel
 
 _AXES = ("batch", "seq", "heads", "d_head")
@@ -40,14 +42,14 @@ class AttentionForward(Problem):
     )
     optional: ClassVar[frozenset[str]] = frozenset({"lse"})
 
-    batch: int = option("batch size")
-    heads: int = option("heads of Q")
+    batch: int = option("batch size", most=MAX_EXPORTED)
+    heads: int = option("heads of Q", most=MAX_EXPORTED)
     len_q: int = option("sequence length, of queries and keys", name="seq", title="sequence length")
     d_head: int = option("head size", 128)
     dtype: Element = Element.BF16
     _: KW_ONLY
     len_k: int = option("keys, as many as queries by default", None)
-    kv_heads: int = option("heads of K and V, as many as of Q by default", None)
+    kv_heads: int = option("heads of K and V, as many as of Q by default", None, most=MAX_EXPORTED)
     causal: bool = option("a causal mask, aligned to the bottom right", False)
     softmax_scale: float = option("1/sqrt(d_head) by default", None, metavar="X")
     return_lse: bool = option("also the LSE, the logarithm of each row's sum", False, name="lse")
@@ -168,7 +170,8 @@ class AttentionForward(Problem):
     def has_usual_scale(self) -> bool:
         """Whether float32 cannot tell softmax_scale from 1/sqrt(d_head)."""
         usual = 1 / math.sqrt(self.d_head)
-        return math.isclose(self.softmax_scale, usual, rel_tol=_FP32_EPSILON)
+        least, most = (usual * (1 + sign * _FP32_EPSILON) for sign in (-1, 1))
+        return least <= self.softmax_scale <= most
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

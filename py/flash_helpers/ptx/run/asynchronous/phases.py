@@ -81,6 +81,7 @@ class Phases:
         self.passed: dict[int, Phased] = {}
         """By lane, the object that it last saw a phase of complete."""
         self._agents: dict[tuple[int, int], int] = {}
+        self._agents_at: dict[tuple[int, str], int] = {}
         self._given_up = np.zeros(shared.lane_ids.size, bool)
         # For each wait and object, the phase in which each lane has given up at once.
         self._refused: dict[tuple[int, int], np.ndarray] = {}
@@ -95,9 +96,12 @@ class Phases:
     def agent(self, where: int, what: str = "TMA") -> int:
         """The agent for whose writes an object waits. `what`: name of the unit that carries them
         out."""
-        block, address = divmod(where, self.shared.stride)
-        agent = self.order.agent(block, f"{what} for mbarrier at shared address {address}")
-        self._agents[self.shared.geometry.cluster_of(block * 32), agent] = where
+        agent = self._agents_at.get((where, what))
+        if agent is None:
+            block, address = divmod(where, self.shared.stride)
+            agent = self.order.agent(block, f"{what} for mbarrier at shared address {address}")
+            self._agents[self.shared.geometry.cluster_of(block * 32), agent] = where
+            self._agents_at[where, what] = agent
         return agent
 
     def agent_of_threads(self, where: int) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from weakref import proxy
 
 import numpy as np
@@ -46,31 +47,51 @@ Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Load:
-    """A copy into shared memory.
+class Request:
+    """A copy into shared memory that a lane asks for.
 
-    `lane`, `position`: the lane that issued it, and the instruction. `where`: place of the mbarrier
-    object that counts its bytes. `phase`: the phase of that object at the time of issue. `block`:
-    the block whose memory it fills. `rows`: rows of `shared.words(unit)` that it writes. `read`:
-    returns the data to write. `size`: its bytes, those of equal copies by further lanes included.
-
-    `accesses`: accesses of the copy to shared memory. `piece`: piece of global memory that it
-    reads; None if it reads none. `source`: granules of shared memory that it reads, and which of
-    them nothing has written; None if it reads none.
+    `where`: place of the mbarrier object that counts its bytes. `rows`: rows of shared memory that
+    it writes. `read`: returns the data to write. `source`: rows that it reads, if they are in
+    shared memory too. `piece`: piece of global memory that it reads, if it reads any. `copies`:
+    lanes that make the same copy.
     """
 
     lane: int
-    position: int
     where: int
-    phase: int
-    block: int
-    unit: int
     rows: np.ndarray
-    size: int
     read: Callable[[], np.ndarray]
+    source: np.ndarray | None = None
+    piece: Box | Span | None = None
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """A copy into shared memory that has begun.
+
+    `position`: the instruction that issued it. `unit`: bytes of the rows of `request`. `granules`:
+    those that it writes. `phase`: the phase of its mbarrier object at the time of issue.
+    `accesses`: its accesses to shared memory. `source`: granules of shared memory that it reads,
+    and which of them nothing has written; None if it reads none.
+    """
+
+    request: Request
+    position: int
+    unit: int
+    granules: np.ndarray
+    phase: int
     accesses: Sequence[AgentAccess]
-    piece: Box | Span | None
     source: tuple[np.ndarray, np.ndarray | None] | None
+
+    @property
+    def where(self) -> int:
+        """As `Request.where`."""
+        return self.request.where
+
+    @property
+    def piece(self) -> Box | Span | None:
+        """As `Request.piece`."""
+        return self.request.piece
 
 
 @dataclass(frozen=True)
@@ -167,47 +188,49 @@ class Transfers:
 
     # -- issuing -----------------------------------------------------------------------------------
 
-    def load(
-        self,
-        position: int,
-        lane: int,
-        where: int,
-        unit: int,
-        rows: np.ndarray,
-        read: Callable[[], np.ndarray],
-        issued: Knowledge,
-        source: np.ndarray | None = None,
-        piece: Box | Span | None = None,
-        copies: int = 1,
-    ) -> None:
-        """Begins a copy into shared memory, with the fields of `Load`. `issued`: the knowledge of
-        its thread. `source`: rows that it reads, if they are in shared memory too. `piece`: piece
-        of global memory that it reads. `copies`: lanes that make the same copy."""
-        if piece is not None:
-            self._check_load(position, lane, piece)
-            self._check_fenced("read", position, lane, piece, issued)
-        lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
-        granules, lints, read_from = self._granules(rows, unit), self.lints, None
-        known = self.shared.order.stacked([issued])
-        accesses = self.shared.agents.begin_write(position, agents, lanes, known, granules[None])
-        if lints is not None:
-            lints.issue(position, lane, granules, issued)
-        if source is not None:
-            origin = self._granules(source, unit)
-            reading, unwritten = self.shared.agents.begin_read(
-                position, agents, lanes, known, origin[None]
-            )
-            accesses += reading
-            read_from = origin, None if unwritten is None else unwritten[0]
+    def load(self, position: int, unit: int, requests: Sequence[Request]) -> None:
+        """Begins the copies into shared memory that lanes ask for by one instruction. `unit`: bytes
+        of their rows."""
+        for _, alike in groupby(requests, lambda request: request.rows.size):
+            self._load(position, unit, list(alike))
+
+    def _load(self, position: int, unit: int, requests: Sequence[Request]) -> None:
+        """As `load`, for copies of one size."""
+        shared, lints = self.shared, self.lints
+        lanes = np.array([request.lane for request in requests])
+        agents = np.array([self.phases.agent(request.where) for request in requests])
+        known = shared.order.knowledge_alone(lanes)
+        issued = [Knowledge(known[:, i]) for i in range(lanes.size)]
+        for request, its in zip(requests, issued, strict=True):
+            if request.piece is not None:
+                self._check_load(position, request.lane, request.piece)
+                self._check_fenced("read", position, request.lane, request.piece, its)
+        granules = self._granules(np.stack([request.rows for request in requests]), unit)
+        writing = shared.agents.begin_write(position, agents, lanes, known, granules)
+        accesses, sources = [[each] for each in writing], self._sources(requests, unit)
+        unwritten = None
+        if sources is not None:
+            reading, unwritten = shared.agents.begin_read(position, agents, lanes, known, sources)
+            accesses = [[*each] for each in zip(writing, reading, strict=True)]
+        for i, request in enumerate(requests):
+            found = self.phases.find(position, lanes[i : i + 1], request.where)
+            source = None
+            if sources is not None:
+                source = sources[i], None if unwritten is None else unwritten[i]
             if lints is not None:
-                lints.copy_out(position, lane, origin)
-        found = self.phases.find(position, lanes, where)
-        phase = 0 if found is None else found.state.phase
-        if found is not None and lints is not None and (piece is not None or source is not None):
-            lints.count_at(position, lane, found.made, issued)
-        block, size = where // self.shared.stride, rows.size * unit * copies
-        begun = (lane, position, where, phase, block, unit, rows, size, read, accesses)
-        self.incoming.append(Load(*begun, piece, read_from))
+                lints.issue(position, request.lane, granules[i], issued[i])
+                if source is not None:
+                    lints.copy_out(position, request.lane, source[0])
+                if found is not None and (request.piece is not None or source is not None):
+                    lints.count_at(position, request.lane, found.made, issued[i])
+            phase = 0 if found is None else found.state.phase
+            begun = (position, unit, granules[i], phase, accesses[i], source)
+            self.incoming.append(Load(request, *begun))
+
+    def _sources(self, requests: Sequence[Request], unit: int) -> np.ndarray | None:
+        """Granules of shared memory that copies read, (n, m); None if they read none."""
+        rows = [request.source for request in requests if request.source is not None]
+        return self._granules(np.stack(rows), unit) if rows else None
 
     def store(
         self,
@@ -221,7 +244,7 @@ class Transfers:
         """Begins the same copy out of shared memory for lanes of one warp, with the fields of
         `Store`."""
         self._check_store(position, int(lanes[0]), target, is_reduction=reduction is not None)
-        granules = self._granules(chunks, CHUNK)
+        granules = self._granules(chunks[None], CHUNK)[0]
         issued = self.shared.order.knowledge_of_each(lanes)
         self._check_fenced("write", position, int(lanes[0]), target, issued)
         known = self.shared.order.stacked([issued])
@@ -352,8 +375,9 @@ class Transfers:
         )
 
     def _granules(self, rows: np.ndarray, unit: int) -> np.ndarray:
+        """The granules of rows (n, k) of `unit` bytes, (n, granules)."""
         per_row = unit // self.shared.granule
-        return (rows[:, None] * per_row + np.arange(per_row)).reshape(-1)
+        return (rows[:, :, None] * per_row + np.arange(per_row)).reshape(len(rows), -1)
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -523,16 +547,17 @@ class Transfers:
         self.phases.arrive_for(one.position, one.lanes, one.where, known)
 
     def _fill(self, load: Load) -> None:
-        words = self.shared.words(load.unit)
-        words[load.rows] = load.read().view(words.dtype).reshape(load.rows.size, *words.shape[1:])
-        granules = self._granules(load.rows, load.unit)
-        self.poison.copied_in(load.position, granules, self.shared.stride, load.source)
+        words, request = self.shared.words(load.unit), load.request
+        data = request.read().view(words.dtype)
+        words[request.rows] = data.reshape(request.rows.size, *words.shape[1:])
+        self.poison.copied_in(load.position, load.granules, self.shared.stride, load.source)
         if self.lints is not None:
-            self.lints.deliver(load.position, load.lane, granules, load.piece)
+            self.lints.deliver(load.position, request.lane, load.granules, request.piece)
         self.shared.agents.end(load.accesses)
         # The knowledge of its thread at the time of issue is not handed on.
         known = self.shared.order.agent_knowledge(load.accesses[0].agent)
-        self.phases.complete(load.position, load.lane, load.where, load.size, known, load.phase)
+        size = load.unit * request.rows.size * request.copies
+        self.phases.complete(load.position, request.lane, load.where, size, known, load.phase)
 
     def _read(self, store: Store) -> None:
         if store.data is None:

@@ -33,7 +33,7 @@ from flash_helpers.ptx.read.module import (
     parts,
 )
 from flash_helpers.ptx.read.types import size_of
-from flash_helpers.ptx.run.asynchronous.transfers import Reduction
+from flash_helpers.ptx.run.asynchronous.transfers import Reduction, Request
 from flash_helpers.ptx.run.instructions.access import (
     ATOMICS,
     Port,
@@ -117,6 +117,7 @@ def _store_async(machine: Machine, instruction: Instruction) -> Action:
     objects, position = places_of(machine, instruction, barrier), machine.position
 
     def run_some(selection: Selection) -> None:
+        requests = []
         for lane in machine.lanes_of(selection).tolist():
             lanes = np.array([lane])
             (_, places, _), (_, wheres, _) = port.places(addresses(lanes), lanes), objects(lanes)
@@ -128,10 +129,9 @@ def _store_async(machine: Machine, instruction: Instruction) -> Action:
                 refusal.report(machine, position, lane)
                 continue
             words = np.stack([pick(source, lanes) for source in sources])
-            issued = machine.shared.order.knowledge(lanes)
-            machine.transfers.load(
-                position, lane, int(wheres[0]), size, places // size, partial(_bytes, words), issued
-            )
+            read = partial(_bytes, words)
+            requests.append(Request(lane, int(wheres[0]), places // size, read))
+        machine.transfers.load(position, size, requests)
 
     return machine.from_some(run_some)
 
@@ -243,6 +243,7 @@ class _Copy:
         mask = self._source("u16") if self.instruction.has("multicast::cluster") else None
         self._end()
         machine, shared = self.machine, self.machine.shared
+        requests: list[Request] = []
 
         def issue(alike: np.ndarray) -> _Traffic | None:
             lane, lanes = int(alike[0]), alike[:1]
@@ -275,16 +276,19 @@ class _Copy:
 
             if alike.size > 1:
                 self._report_alike(alike, place)
-            issued = shared.order.knowledge(lanes)
             destinations = self._destinations(lanes, mask, place)
             for by in destinations:
                 to_object, to_chunks = by * shared.stride, by * (shared.stride // CHUNK)
-                begun = (self.position, lane, where + to_object, CHUNK, chunks + to_chunks)
-                machine.transfers.load(*begun, read, issued, source, piece, alike.size)
+                begun = (lane, where + to_object, chunks + to_chunks, read)
+                requests.append(Request(*begun, source, piece, alike.size))
             sectors, times = 0 if piece is None else piece.sectors, len(destinations)
             return times * chunks.size * CHUNK, times * sectors
 
-        return self._each(issue)
+        def begin() -> None:
+            machine.transfers.load(self.position, CHUNK, requests)
+            requests.clear()
+
+        return self._each(issue, begin)
 
     def out(self) -> Action:
         """To global memory: a copy, or a reduction."""
@@ -346,9 +350,14 @@ class _Copy:
 
         return self._each(issue)
 
-    def _each(self, issue: Callable[[np.ndarray], _Traffic | None]) -> Action:
+    def _each(
+        self,
+        issue: Callable[[np.ndarray], _Traffic | None],
+        begin: Callable[[], None] | None = None,
+    ) -> Action:
         """Lanes issue copies one after the other, those of a warp with equal operands together.
-        `issue`: returns None if it made none."""
+        `issue`: returns None if it made none. `begin`: begins all that were issued, if they do not
+        begin at once."""
         machine, position = self.machine, self.position
         named = {o for operand in self.instruction.operands for o in parts(operand)}
         operands = [
@@ -370,6 +379,8 @@ class _Copy:
                         warps.add(warp)
                 except _Refused as refusal:
                     refusal.report(machine, position, int(lanes[0]), lanes.size)
+            if begin is not None:
+                begin()
 
         return machine.from_some(run_some)
 
@@ -403,7 +414,7 @@ class _Copy:
 
         def places(lanes: np.ndarray) -> np.ndarray:
             at = addresses(lanes)
-            if not shared.inside(at, 0).all():
+            if not (0 <= at[0] <= shared.size or shared.inside(at, 0).all()):
                 raise _Refused(OutOfBoundsError, shared.outside(int(at[0]), CHUNK), int(at[0]))
             return shared.offsets(at, lanes)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.module import Immediate, Instruction, Pair, Sink
 from flash_helpers.ptx.read.types import SCALAR_TYPES
 from flash_helpers.ptx.run.instructions.forms import (
@@ -327,23 +328,48 @@ def _field(a: np.ndarray, position: np.ndarray | np.uint32, length: np.ndarray) 
     return _shifted(np.right_shift, _shifted(np.left_shift, low, above), above)
 
 
+def _place(instruction: Instruction) -> Callable[[np.ndarray], np.ndarray]:
+    """The position or the length of a bit field in the lowest 8 bits of a word.
+
+    The operands "are restricted to the 8-bit value range 0..255", and the semantics take
+    `b & 0xff` (PTX ISA 9.0, "bfe", "bfi"). The code that ptxas 13.0 makes of 32-bit types does so,
+    too; that of 64-bit types shifts by all of the word. So a larger number is refused there.
+    """
+    if not instruction.types[-1].endswith("64"):
+        return lambda words: words & _U32(0xFF)
+
+    def checked(words: np.ndarray) -> np.ndarray:
+        if np.any(words > 255):
+            raise UnsupportedInstruction(
+                instruction.opcode,
+                instruction.line,
+                f"a bit field at {words.max()}, or of that length, which the PTX ISA restricts to "
+                "0..255: take the lowest 8 bits by and.b32",
+            )
+        return words
+
+    return checked
+
+
 def _bfe(machine: Machine, instruction: Instruction) -> Alu:
     type_name = instruction.types[-1]
+    place = _place(instruction)
 
     def compute(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
-        return _field(a, position & _U32(0xFF), length & _U32(0xFF))
+        return _field(a, place(position), place(length))
 
     return Alu.of(instruction, compute, type_name, type_name, "u32")
 
 
 def _bfi(machine: Machine, instruction: Instruction) -> Alu:
     type_name = instruction.types[-1]
+    place = _place(instruction)
 
     def compute(
         a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray
     ) -> np.ndarray:
-        by = position & _U32(0xFF)
-        mask = _shifted(np.left_shift, _ones(length & _U32(0xFF), a.dtype), by)
+        by = place(position)
+        mask = _shifted(np.left_shift, _ones(place(length), a.dtype), by)
         return (b & ~mask) | (_shifted(np.left_shift, a, by) & mask)
 
     return Alu.of(instruction, compute, type_name, type_name, type_name, "u32")

@@ -94,10 +94,7 @@ class Box:
         (rows,)."""
         if self.is_outside:
             return np.zeros(0, np.int64)
-        rows = np.array([self.address])
-        for count, step in zip(*self._outer, strict=True):
-            rows = (np.arange(count)[:, None] * step + rows).reshape(-1)
-        return rows
+        return _rows(self.address, *self._outer)
 
     def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """For each address, whether any of the `size` bytes from it belongs to the box."""
@@ -115,16 +112,18 @@ class Box:
     def sectors(self) -> int:
         """Sectors of 32 bytes that a copy takes, as an H200 counts them: for each row, the sectors
         of global memory that hold a part of it, and as many sectors as the filled elements take."""
-        rows = self.rows
-        first, last = rows // SECTOR, (rows + self.row_bytes - 1) // SECTOR
-        taken = int((last - first + 1).sum())
+        taken, rows = 0, 0
+        if not self.is_outside:
+            taken, rows = _sectors_of_rows(
+                self.address % SECTOR, self.row_bytes, *map(tuple, self._outer)
+            )
         if self.is_stored:
             return taken
         bytes_of_row = self.map.row_bytes
-        whole = self.map.box_bytes // bytes_of_row - rows.size
+        whole = self.map.box_bytes // bytes_of_row - rows
         left = self.low[0] * self.map.element_bytes
         right = bytes_of_row - left - self.row_bytes
-        filled = rows.size * (_sectors(left) + _sectors(right)) if rows.size else 0
+        filled = rows * (_sectors(left) + _sectors(right))
         return taken + filled + whole * _sectors(bytes_of_row)
 
     @property
@@ -233,6 +232,23 @@ def first_common(one: Box | Span, other: Box | Span) -> int | None:
     rows = one.rows
     common = rows[other.holds(rows, one.row_bytes)]
     return int(common[0]) if common.size else None
+
+
+def _rows(address: int, counts: Sequence[int], steps: Sequence[int]) -> np.ndarray:
+    """Addresses of rows of which the first is given, by the counts and steps of each dimension."""
+    rows = np.array([address])
+    for count, step in zip(counts, steps, strict=True):
+        rows = (np.arange(count)[:, None] * step + rows).reshape(-1)
+    return rows
+
+
+@lru_cache(maxsize=256)
+def _sectors_of_rows(
+    address: int, size: int, counts: Sequence[int], steps: Sequence[int]
+) -> tuple[int, int]:
+    """Sectors of all rows of `size` bytes, and the number of rows."""
+    rows = _rows(address, counts, steps)
+    return int(((rows + size - 1) // SECTOR - rows // SECTOR + 1).sum()), rows.size
 
 
 @lru_cache(maxsize=64)

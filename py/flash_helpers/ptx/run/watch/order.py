@@ -226,6 +226,12 @@ class Order:
         columns = np.concatenate([self._own[1][warps], self._column_of[self._place[alone]]])
         return self._taken(lanes, columns)
 
+    def knowledge_alone(self, lanes: np.ndarray) -> np.ndarray:
+        """As `knowledge`, of each of some lanes by itself, (planes, n, columns)."""
+        known = self._all_known(lanes)
+        self.now += 1
+        return known
+
     def relaxed_knowledge(self, lanes: np.ndarray) -> Knowledge:
         """As `knowledge`, for a relaxed arrival of lanes, which releases nothing itself: the
         content is what their last fences have released, and which blocks have begun."""

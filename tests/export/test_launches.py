@@ -1,0 +1,207 @@
+"""The formulas of an exported kernel give the launches that its config gives."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exported_calls import Planned, Values, by_config, draw, evaluate
+from two_kernels import TOY_FAMILY
+
+from flash_helpers.export.c_header import c_header
+from flash_helpers.export.description import description
+from flash_helpers.export.launches import LaunchFormula, launch_formula
+from flash_helpers.kernel_configs import FAMILIES, Config, Element
+from flash_helpers.registry.hopper import HOPPER, LONG_TILE
+
+_LAST = {name: family.progression()[-1] for name, family in FAMILIES.items()}
+CONFIGS: Mapping[str, Config] = {
+    **_LAST,
+    "any stride": _LAST["overlap"].replace(static_row_stride=0),
+    "one tile per block": HOPPER.fixed_config(HOPPER.steps["h1"], Element.BF16),
+    "any length": HOPPER.fixed_config(HOPPER.steps["h20"], Element.FP16),
+    "counter": _LAST["hopper"].replace(causal=True),
+    "long tile": HOPPER.fixed_config(HOPPER.steps["h24"], Element.BF16).replace(
+        **LONG_TILE, causal=True
+    ),
+    "two kernels": TOY_FAMILY.progression()[0],
+}
+FORMULAS = {
+    (name, function): (config, kernel, function)
+    for name, config in CONFIGS.items()
+    for function, kernel in config.kernels.items()
+}
+CALLS = 300
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[tuple[str, str], LaunchFormula]:
+    return {
+        key: launch_formula(config, function, "sm_90a")
+        for key, (config, _, function) in FORMULAS.items()
+    }
+
+
+def calls(launch: LaunchFormula) -> list[dict[str, Any]]:
+    rng = random.Random(launch.kernel)
+    return [draw(launch, rng) for _ in range(CALLS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", FORMULAS, ids=" ".join)
+def test_json_gives_the_launches_of_the_config(launches, key) -> None:
+    launch = launches[key]
+    text = json.dumps(description(launch, {}), allow_nan=False)
+    found = json.loads(text)
+    taken = 0
+    for values in calls(launch):
+        wanted = by_config(launch, values)
+        assert by_json(found, values) == wanted, values
+        taken += wanted is not None
+    assert CALLS > taken > CALLS // 20  # both kinds are tried
+
+
+def by_json(kernel: dict[str, Any], values: Values) -> Planned | None:
+    for given in kernel["inputs"]:
+        if not given["least"] <= values[given["name"]] <= given["most"]:
+            return None
+    for refused in kernel["refused"]:
+        if all(evaluate(condition, values) for condition in refused["conditions"]):
+            shown = [evaluate(value, values) for value in refused["values"]]
+            assert "{" not in refused["reason"].format(*shown)
+            return None
+    arguments = bytearray(kernel["arguments"]["bytes"])
+    codes = {"int32_t": "i", "float": "f", "uint64_t": "Q", "int64_t": "q"}
+    for member in kernel["arguments"]["members"]:
+        if member["values"]:
+            numbers = [evaluate(value, values) for value in member["values"]]
+            code = f"<{len(numbers)}{codes[member['type']]}"
+            struct.pack_into(code, arguments, member["offset"], *numbers)
+
+    def sizes(formulas: list[Any]) -> tuple[int, ...]:
+        found = [evaluate(formula, values) for formula in formulas]
+        return (*found, *[0] * (5 - len(found)))
+
+    buffers = [evaluate(buffer["bytes"], values) for buffer in kernel["buffers"]]
+    return Planned(
+        tuple(evaluate(x, values) for x in kernel["launch"]["grid"]),
+        tuple(evaluate(x, values) for x in kernel["launch"]["cluster"]),
+        kernel["launch"]["block"],
+        kernel["launch"]["shared_bytes"],
+        bytes(arguments),
+        tuple(
+            (
+                *(found[name] for name in ("offset", "data_type", "swizzle")),
+                len(found["dims"]),
+                evaluate(found["address"], values),
+                *(sizes(found[name]) for name in ("dims", "strides", "box")),
+            )
+            for found in kernel["tensor_maps"]
+        ),
+        tuple(size for size in buffers if size),
+    )
+
+
+# A launch as numbers for Python, in the order of `Planned`.
+_SHIM = """
+int shim{number}(const void *call, unsigned char *arguments, uint64_t *numbers, char *reason) {{
+    static struct {name}_launch launch;
+    if ({name}_plan((const struct {name}_call *)call, &launch, reason, 200)) return 1;
+    memcpy(arguments, &launch.arguments, sizeof launch.arguments);
+    for (int i = 0; i < 3; ++i) *numbers++ = launch.grid[i];
+    for (int i = 0; i < 3; ++i) *numbers++ = launch.cluster[i];
+    *numbers++ = launch.block;
+    *numbers++ = launch.shared_bytes;
+    for (int i = 0; i < launch.n_tensor_maps; ++i) {{
+        const struct flash_tensor_map *map = &launch.tensor_maps[i];
+        *numbers++ = map->member;
+        *numbers++ = (uint64_t)map->data_type;
+        *numbers++ = (uint64_t)map->swizzle;
+        *numbers++ = map->rank;
+        *numbers++ = map->address;
+        for (int j = 0; j < 5; ++j) *numbers++ = map->dims[j];
+        for (int j = 0; j < 5; ++j) *numbers++ = map->strides[j];
+        for (int j = 0; j < 5; ++j) *numbers++ = map->box[j];
+    }}
+    {buffers}
+    return 0;
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(launches, tmp_path_factory) -> ctypes.CDLL:
+    """All headers, compiled together as C."""
+    if (compiler := shutil.which("gcc")) is None:
+        pytest.skip("no gcc")
+    folder = tmp_path_factory.mktemp("headers")
+    text = ""
+    for number, launch in enumerate(launches.values()):
+        header = folder / f"{launch.kernel}.h"
+        header.write_text(c_header(launch, "symbol", "sm_90a"))
+        fields = (f"*numbers++ = launch.{b.name}_bytes;" for b in launch.buffers)
+        shim = _SHIM.format(number=number, name=launch.kernel, buffers=" ".join(fields))
+        text += f'#include "{header}"\n{shim}'
+    source = folder / "shims.c"
+    source.write_text(text)
+    strict = ("-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
+    subprocess.run(
+        [compiler, *strict, "-shared", "-fPIC", "-o", folder / "it.so", source], check=True
+    )
+    return ctypes.CDLL(str(folder / "it.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", FORMULAS, ids=" ".join)
+def test_c_gives_the_launches_of_the_config(launches, library, key) -> None:
+    launch = launches[key]
+    plan = by_c(launch, library[f"shim{[*launches].index(key)}"])
+    for values in calls(launch):
+        assert plan(values) == by_config(launch, values), values
+
+
+def by_c(launch: LaunchFormula, shim: Any) -> Callable[[Values], Planned | None]:
+    codes = "".join("d" if given.kind == "real" else "q" for given in launch.inputs)
+
+    def plan(values: Values) -> Planned | None:
+        call = struct.pack(f"<{codes}", *(values[given.name] for given in launch.inputs))
+        arguments = ctypes.create_string_buffer(launch.layout.size)
+        numbers, reason = (ctypes.c_uint64 * 128)(), ctypes.create_string_buffer(200)
+        if shim(call, arguments, numbers, reason):
+            assert reason.value
+            return None
+        found = iter(numbers)
+
+        def take(count: int) -> tuple[int, ...]:
+            return tuple(next(found) for _ in range(count))
+
+        launched = (take(3), take(3), *take(2))
+        maps = [(*take(5), take(5), take(5), take(5)) for _ in launch.tensor_maps]
+        buffers = tuple(size for size in take(len(launch.buffers)) if size)
+        return Planned(*launched, arguments.raw, tuple(maps), buffers)
+
+    return plan
+
+
+@pytest.mark.slow
+def test_a_header_is_cpp_too(launches, tmp_path: Path) -> None:
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("no g++")
+    header = tmp_path / "it.h"
+    header.write_text(c_header(launches["counter", "forward_kernel"], "symbol", "sm_90a"))
+    strict = ("-std=c++11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only")
+    subprocess.run([compiler, *strict, "-x", "c++", "-include", header, "/dev/null"], check=True)
+
+
+def test_a_kernel_takes_only_the_inputs_that_its_launch_depends_on() -> None:
+    launch = launch_formula(_LAST["ampere"], "forward_kernel", "sm_80")
+    names = {given.name for given in launch.inputs if given.kind != "stride"}
+    assert names == {"batch", "heads", "len_q", *"qkvo"}
