@@ -359,9 +359,9 @@ class BlockScopeLint(Lint, title="release to the own block only"):
 
 class LayoutLint(Lint, title="layouts that differ"):
     """Bytes that a tensor copy or a `stmatrix` wrote in one layout and that a `wgmma`, an
-    `ldmatrix` or a tensor copy reads in another one: another swizzle, or rows of another width. The
-    reader gets other elements than those it is meant to get (PTX ISA 9.0, "Swizzling Modes",
-    "Matrix Descriptor Format")."""
+    `ldmatrix`, a tensor copy or the loads of a warp read in another one: another swizzle, or rows
+    of another width. The reader gets other elements than those it is meant to get (PTX ISA 9.0,
+    "Swizzling Modes", "Matrix Descriptor Format")."""
 
 
 class OverlappingStoresLint(Lint, title="stores in no order"):

@@ -252,6 +252,7 @@ class Machine:
             order, granule, stride = self.shared.order, self.shared.granule, self.shared.stride
             lints = Lints(geometry, order, self.phases.passed, log, granule, stride)
             self.shared.lanes.touched = lints.touch
+        self.lints = lints
         writes, narrowest = None, _narrowest_write(program)
         if narrowest:
             writes = GlobalWrites(geometry, self.shared.order, memory, narrowest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.flow import BARRIERS, EXITS, Block, Ending
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.execute.barriers import Barrier, decode_barrier
+from flash_helpers.ptx.run.execute.follow import Follow
 from flash_helpers.ptx.run.execute.observe import Observation, Observer
 from flash_helpers.ptx.run.execute.spread import Spread
 from flash_helpers.ptx.run.instructions.forms import check_features, check_modifiers
@@ -85,9 +86,24 @@ class BoundProgram:
             if position not in self._tracked:
                 self.actions[position] = self._spread.tracked(position, action)
         self._tracked.update(range(len(self.actions)))
+        self._refill()
+        return self._spread
+
+    def follow_boxes(self) -> Mapping[int, Sequence[str]]:
+        """Makes actions follow the values of boxes, from the next one on; returns the registers
+        that loads of shared memory write and that are followed, by the load."""
+        lints = self._machine.lints
+        assert lints is not None
+        follow = Follow(self._machine, lints.layouts.readers)
+        for position in follow.positions:
+            self.actions[position] = follow.followed(position, self.actions[position])
+        self._refill()
+        return follow.loads
+
+    def _refill(self) -> None:
+        """Puts the actions into the lists that are being run."""
         for block, runs in zip(self._machine.program.blocks, self.full, strict=True):
             runs[:] = [a.all for a in self.actions[block.start : block.end]]
-        return self._spread
 
     def _inner(self, block: Block, instruction: Instruction) -> Action:
         """An instruction that does not end its block."""

@@ -280,7 +280,7 @@ class Rules:
             return self._shfl(instruction, count, sources)
         if name == "movmatrix":
             return lambda selection: [transposed(self._of(sources[0], selection, 4))]
-        if name == "mma" and _has_rows_and_columns(instruction):
+        if name == "mma" and has_rows_and_columns(instruction):
             return self._mma(instruction)
         if name in _WARP_WIDE:
             return self._any_of_group(instruction, count, sources)
@@ -558,7 +558,7 @@ def _only_resizes(instruction: Instruction) -> bool:
     return integers.issuperset(instruction.types) and not instruction.has("sat")
 
 
-def _has_rows_and_columns(instruction: Instruction) -> bool:
+def has_rows_and_columns(instruction: Instruction) -> bool:
     """Whether the fragments are those of `tensor`: not sparse, nor those of Volta."""
     shape = instruction.first([m for m in instruction.modifiers if m.startswith("m8n8k")])
     is_volta = shape == "m8n8k4" and instruction.types[1] == "f16"

@@ -83,6 +83,8 @@ class Scheduler:
         self.issued = machine.tally.issued_by(machine.geometry.warps_per_block)
         # Weakly, so that a batch that is done needs no garbage collector to go.
         machine.poison.begin = WeakMethod(self.bound.carry_poison)
+        if machine.lints is not None:
+            machine.lints.layouts.readers.begin = WeakMethod(self.bound.follow_boxes)
 
     # -- all threads together ----------------------------------------------------------------------
 

@@ -262,9 +262,10 @@ def _sectors(size: int) -> int:
     return -(-size // SECTOR)
 
 
-def swizzled(addresses: np.ndarray, swizzle_bytes: int) -> np.ndarray:
-    """Shared addresses under a swizzle of 0, 32, 64 or 128 bytes; its own inverse."""
-    bits = max(swizzle_bytes // CHUNK - 1, 0)
+def swizzled(addresses: np.ndarray, swizzle_bytes: int | np.ndarray) -> np.ndarray:
+    """Shared addresses under a swizzle of 0, 32, 64 or 128 bytes, or of one for each; its own
+    inverse."""
+    bits = np.maximum(swizzle_bytes // CHUNK - 1, 0)
     return addresses ^ ((addresses >> 7 & bits) << 4)
 
 

@@ -5,8 +5,7 @@ A box lies in shared memory as rows of 16-byte chunks, which a swizzle moves (`b
 matrix of `ldmatrix` or `stmatrix`, and a core matrix of `wgmma`, is 8 chunks, each of another row
 (PTX ISA 9.0, "ldmatrix", "Asynchronous Warpgroup Level Matrix Shared Memory Layout"). Where box and
 matrix are meant alike, the 8 chunks stand in one column of the box, and those of a core matrix in 8
-neighbouring rows. An ordinary load or store tells nothing: a kernel that scales all elements in
-place is right in any layout.
+neighbouring rows. `readers` looks at ordinary loads. An ordinary store tells nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import LayoutLint
 from flash_helpers.ptx.run.geometry import Geometry
-from flash_helpers.ptx.run.memory.boxes import CHUNK, Box
+from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, swizzled
 from flash_helpers.ptx.run.memory.descriptors import Descriptor
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.readers import Placed, Readers, swizzle_name
 from flash_helpers.ptx.tensor_map import TensorMap
 
 Wrong = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -46,8 +46,8 @@ class Layouts:
         self._matrix = np.zeros(chunks, np.int64)
         self._written_at = np.zeros(chunks, np.int32)
         self._matrices = 0
-        self._boxes: list[tuple[int, TensorMap]] = []
-        """The instruction and the map of each box."""
+        self._boxes: list[Placed] = []
+        self.readers = Readers(geometry, log)
 
     def forget(self, chunks: np.ndarray) -> None:
         """Chunks are overwritten."""
@@ -55,7 +55,8 @@ class Layouts:
 
     def deliver(self, position: int, chunks: np.ndarray, box: Box) -> None:
         """A tensor copy has brought a box, whose chunks are in its order."""
-        self._boxes.append((position, box.map))
+        start = swizzled(chunks[:1] * CHUNK % self._stride, box.map.swizzle_bytes)
+        self._boxes.append(Placed(position, box.map, int(start[0])))
         self._box[chunks] = len(self._boxes)
         places = np.arange(chunks.size)
         self._row[chunks], self._column[chunks] = np.divmod(places, _per_row(box.map))
@@ -65,6 +66,14 @@ class Layouts:
         self._matrix[chunks] = self._matrices + 1 + np.arange(len(chunks))[:, None]
         self._matrices += len(chunks)
         self._written_at[chunks] = position
+
+    def read(self, position: int, lanes: np.ndarray, places: np.ndarray) -> None:
+        """Lanes load words, whose places are bytes of the memory of the batch."""
+        if not self._boxes:
+            return
+        numbers = self._box[places // CHUNK]
+        if numbers.any() and self.readers.follows(position):
+            self.readers.load(position, lanes, places % self._stride, numbers, self._boxes)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -89,7 +98,7 @@ class Layouts:
         wrong = self._within_a_box(chunks, _is_no_block)
         if wrong.any():
             i = int(wrong.argmax()) * n // len(chunks)
-            how = f"wgmma with {_swizzle(Descriptor.decode(int(bits[i])).swizzle)}"
+            how = f"wgmma with {swizzle_name(Descriptor.decode(int(bits[i])).swizzle)}"
             self._report_torn(position, int(warps[i]) * WARP, chunks, wrong, how)
 
     def store(self, position: int, lane: int, chunks: np.ndarray, box: Box) -> None:
@@ -102,11 +111,11 @@ class Layouts:
         wrong = whole.all(axis=1) & ~goes_on.all(axis=1)
         if wrong.any():
             i = int(wrong.argmax())
-            written_at, tensor_map = self._boxes[numbers[i, 0] - 1]
+            written_at, tensor_map, _ = self._boxes[numbers[i, 0] - 1]
             if tensor_map.swizzle != box.map.swizzle:
                 text = (
-                    f"TMA stores with {_swizzle(box.map.swizzle_bytes)} what TMA wrote with "
-                    f"{_swizzle(tensor_map.swizzle_bytes)}\n    at {self._log.site(written_at)}"
+                    f"TMA stores with {swizzle_name(box.map.swizzle_bytes)} what TMA wrote with "
+                    f"{swizzle_name(tensor_map.swizzle_bytes)}\n    at {self._log.site(written_at)}"
                 )
                 self._report(position, lane, int(chunks[per_row * i]), text)
         self._check_matrices(position, lane, chunks, box, per_row)
@@ -128,7 +137,7 @@ class Layouts:
         if wrong.any():
             at = int(order[first[wrong.argmax()]])
             text = (
-                f"TMA stores with {_swizzle(box.map.swizzle_bytes)} what stmatrix wrote\n"
+                f"TMA stores with {swizzle_name(box.map.swizzle_bytes)} what stmatrix wrote\n"
                 f"    at {self._log.site(int(self._written_at[chunks[at]]))}\n"
                 f"    {_named(rows[wrong.argmax()], columns[wrong.argmax()])}"
             )
@@ -146,9 +155,9 @@ class Layouts:
         self, position: int, lane: int, chunks: np.ndarray, wrong: np.ndarray, how: str
     ) -> None:
         its = chunks[int(wrong.argmax())]
-        written_at, tensor_map = self._boxes[self._box[its[0]] - 1]
+        written_at, tensor_map, _ = self._boxes[self._box[its[0]] - 1]
         text = (
-            f"{how} reads bytes that TMA wrote with {_swizzle(tensor_map.swizzle_bytes)}\n"
+            f"{how} reads bytes that TMA wrote with {swizzle_name(tensor_map.swizzle_bytes)}\n"
             f"    at {self._log.site(written_at)}\n"
             f"    {_named(self._row[its], self._column[its])}"
         )
@@ -175,10 +184,6 @@ def _is_no_block(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def _per_row(tensor_map: TensorMap) -> int:
     """Chunks of a row of a box."""
     return tensor_map.row_bytes // CHUNK
-
-
-def _swizzle(size: int) -> str:
-    return f"swizzle {size}B" if size else "no swizzle"
 
 
 def _named(rows: np.ndarray, columns: np.ndarray) -> str:

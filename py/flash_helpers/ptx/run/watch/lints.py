@@ -83,6 +83,8 @@ class Lints:
             self._overwrite(granules, position)
         if is_matrix and action == "read":
             self.layouts.load(position, lanes, rows.reshape(-1, MATRIX_ROWS))
+        elif action == "read" and not is_of_warp:
+            self.layouts.read(position, lanes, rows * (width * self.granule))
         elif is_matrix:
             self.layouts.write(position, rows.reshape(-1, MATRIX_ROWS))
 
@@ -160,6 +162,7 @@ class Lints:
 
     def finish(self) -> None:
         """All threads have ended."""
+        self.layouts.readers.finish()
         self._report_unread(np.flatnonzero(self._unread), "when its block ends")
 
     # -- what is said of it ------------------------------------------------------------------------
