@@ -6,6 +6,8 @@ import errno
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +103,18 @@ class TestFile:
             f"{head}_{number}{kind}.pt" for number in (3, 4) for kind in ("", ".outputs")
         }
 
+    def test_of_another_process_stay_after_a_fork(self, saved, x, tmp_path, monkeypatch):
+        monkeypatch.setattr(call_log, "CALLS_KEPT", 1)
+        path = saved(ROWS, x)
+        if not (child := os.fork()):
+            try:
+                saved(ROWS, x)
+                saved(ROWS, x)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert {*tmp_path.glob("call_*[0-9].pt")} == {path, tmp_path / f"call_{child}_3.pt"}
+
     def test_that_cannot_be_written_is_a_line_and_the_call_goes_on(
         self, saved, x, tmp_path, monkeypatch, logged
     ):
@@ -153,6 +167,13 @@ class TestReplay:
         assert said[2].startswith("x: min ")
         assert said[3].startswith("y: min ")
         assert said[4:] == ["y: the same values as in the saved output"]
+
+    @pytest.mark.slow
+    def test_is_a_command_of_the_library(self, saved, x, root):
+        command = [sys.executable, "-m", "flash_attention", "replay", str(saved(ROWS, x))]
+        ended = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stdout.endswith("y: the same values as in the saved output\n")
 
     def test_of_nan_is_the_same(self, saved, x):
         x[1, 2] = torch.nan

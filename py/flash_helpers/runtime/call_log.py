@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -130,7 +131,7 @@ class CallLog:
     level: int
     destination: Destination
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _saved: list[Path] = field(default_factory=list)
+    _saved: dict[int, list[Path]] = field(default_factory=dict)  # of each process, after a fork too
     _is_broken: bool = False
 
     @classmethod
@@ -199,16 +200,18 @@ class CallLog:
         self._write(number, lines)
 
     def _save(self, number: int, call: LoggedCall) -> Path | None:
-        path = self.destination.folder / f"call_{os.getpid()}_{number}.pt"
+        process = os.getpid()
+        saved = self._saved.setdefault(process, [])
         try:
+            path = self.destination.folder / f"call_{process}_{number}.pt"
             saved_calls.save_call(path, call.config, call.problem, call.inputs, call.outputs)
-            self._saved.append(path)
-            while len(self._saved) > CALLS_KEPT:
-                saved_calls.remove(self._saved.pop(0))
+            saved.append(path)
+            while len(saved) > CALLS_KEPT:
+                saved_calls.remove(saved.pop(0))
         except (OSError, RuntimeError) as error:
             self._write(number, [f"tensors cannot be saved: {error}"])
             return None
-        self._write(number, [f"saved: python -m flash_attention replay {path}"])
+        self._write(number, [f"saved: python -m flash_attention replay {shlex.quote(str(path))}"])
         return path
 
     def _save_outputs(self, number: int, path: Path, call: LoggedCall) -> None:
