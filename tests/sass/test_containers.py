@@ -19,6 +19,7 @@ from flash_helpers.sass.read.containers import Member, MemberKind, cubins_of, me
 from flash_helpers.sass.read.cubin import read_cubin
 from flash_helpers.sass.read.reader import find_kernels, list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError, SassWarning
+from flash_helpers.sass.show.extract import ptx_texts
 
 pytestmark = pytest.mark.slow
 
@@ -181,6 +182,32 @@ class TestPtx:
         with pytest.raises(SassError, match="Invalid fatbin header"):
             cuobjdump("-lptx", path)
         assert list(ptx_of(members_of(path))) == ["one.sm_90.ptx"]
+
+    def test_of_linked_code_stands_for_that_to_be_linked(self, planted: Path) -> None:
+        (module,) = ptx_texts(planted / "twice.o", None, [])
+        assert module.symbols == ["one"]
+        (named,) = ptx_texts(planted / "twice.o", None, [], "twice.sm_90.ptx")
+        (other,) = ptx_texts(planted / "twice.o", None, [], "twice.2.sm_90.ptx")
+        assert {named.is_linked, other.is_linked} == {True, False}
+        assert len(ptx_texts(planted / "mixed.o", None, [])) == 2  # of different kernels
+
+    def test_of_each_file_is_in_the_linked_cubin(self, planted: Path) -> None:
+        path = planted / "linked.o"
+        found = ptx_texts(path, None, [])
+        assert [module.symbols for module in found] == [["one"], ["other"]]
+        assert all(module.is_linked for module in found)
+        (other,) = ptx_texts(path, "sm_90", ["other"])
+        assert ".entry other(" in other.text and ".entry one(" not in other.text
+        for kernel in load_kernels(path):
+            assert kernel.ptx is not None
+            lines = kernel.ptx.split("\n")
+            stores = [i for i in kernel.instructions if i.base == "STG" and i.ptx_line]
+            assert stores and all("st.global" in lines[i.ptx_line - 1] for i in stores)
+            assert f".entry {kernel.symbol}(" in kernel.ptx
+
+    def test_that_is_embedded_where_code_is_to_be_linked_is_found(self, planted: Path) -> None:
+        (module,) = ptx_texts(planted / "linked.o", None, [], "one.sm_90.cubin")
+        assert (module.symbols, module.is_linked) == (["one"], False)
 
     def test_a_cubin_has_no_members(self, planted: Path) -> None:
         assert ptx_of(members_of(planted / "several.sm_90.cubin")) == {}

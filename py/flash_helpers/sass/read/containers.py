@@ -57,7 +57,7 @@ _FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of
 # kind, size of this header, size of what follows it, packed size, architecture, place and size of
 # the name, flags, unpacked size
 _MEMBER = struct.Struct("<H2xIQI8xIIIQ8xQ")
-_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+_LINKED, _UNLINKED = ".nv_fatbin", "__nv_relfatbin"  # sections
 _SHT_PROGBITS, _SHF_EXECINSTR = 1, 4
 _FIND_FATBIN = re.compile(re.escape(FATBIN_MAGIC))
 # of the flags
@@ -89,7 +89,8 @@ class Member:
     `path`: path of the file. `name`: differs from the name of every other member of the file; "" if
     the member is the file. `architecture`: from its header, such as "sm_90a"; None without one.
     `stored`: its content as it lies in the file. `packed_by`: "LZ4", "zstd" or "unknown"; "" if it
-    is not compressed. `size`: bytes of the unpacked content.
+    is not compressed. `size`: bytes of the unpacked content. `is_linked`: False for code
+    that is to be linked on the device.
     """
 
     path: Path
@@ -99,6 +100,7 @@ class Member:
     stored: Content = field(repr=False)
     packed_by: str = ""
     size: int = 0
+    is_linked: bool = True
 
     @property
     def origin(self) -> str:
@@ -243,6 +245,7 @@ class _Walk:
         self.members: list[Member] = []
         self.problems: list[str] = []
         self.names: dict[str, int] = {}  # how many there are of each
+        self.is_linked = True  # what is added
 
     def file(self, data: memoryview, name: str) -> None:
         """Add the members of a file, or of a member of an archive; content of unknown kind has
@@ -262,8 +265,10 @@ class _Walk:
                 self.problems.append(str(error))
                 return
             for section in sections:
-                if section.name in _SECTIONS:
+                if section.name in (_LINKED, _UNLINKED):
+                    self.is_linked = section.name == _LINKED
                     self._fatbins(memoryview(section.content), name)
+                    self.is_linked = True
                 elif section.kind == _SHT_PROGBITS and not section.flags & _SHF_EXECINSTR:
                     self._fatbins(memoryview(section.content), name, among_data=True)
 
@@ -344,7 +349,9 @@ class _Walk:
             unique = f"{stem}.{self.names[plain]}.{suffix}"
         self.names[unique] = 1
         _forget(len(self.members), stored)
-        self.members.append(Member(self.path, unique, kind, architecture, stored, packed_by, size))
+        self.members.append(
+            Member(self.path, unique, kind, architecture, stored, packed_by, size, self.is_linked)
+        )
 
 
 def _is_whole_fatbin(data: memoryview) -> bool:

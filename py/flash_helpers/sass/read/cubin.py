@@ -6,6 +6,7 @@ The section .nv.info describes the contents of NVIDIA's sections, which were che
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
@@ -53,6 +54,11 @@ EIATTR_ANNOTATIONS = 0x55
 _RELOCATIONS = (".rel", ".rela")
 _EVERY_CUBIN_HAS = (".shstrtab", ".strtab", ".symtab")
 _PARAMETERS = ".nv.constant0."
+# A section with the PTX; in code that is or was relocatable, a number follows its name.
+_PTX = ".nv_debug_ptx_txt"
+_DEFINED = re.compile(
+    r"^(?!\s*\.extern)[^\n;{}/]*\.(?:entry|func)\s*(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE
+)
 _SPILL_REFILL = 1  # of the kinds of annotations
 _MARKS_SPILLS = (12, 6)  # the first ptxas that does, of 12.4, 12.5, 12.6, 12.9 and 13.0
 _WORDS_OF_MBARRIER = 4  # of an instruction on an mbarrier; the first is its address
@@ -98,8 +104,8 @@ class Cubin:
     """The content of an ELF file for one architecture.
 
     `origin`: its name, for messages and records. `header`: header of the file. `relocatable`:
-    whether it has not been linked yet. `ptx`: the PTX that it was compiled from, which -lineinfo
-    puts into it; None without it.
+    whether it has not been linked yet. `ptx`: the PTX texts that it was compiled from, which
+    -lineinfo puts into it: one of each source file.
     """
 
     origin: str
@@ -108,7 +114,7 @@ class Cubin:
     architecture: str
     compiler: Compiler
     kernels: tuple[CubinKernel, ...]
-    ptx: str | None
+    ptx: tuple[str, ...]
     sections: Mapping[str, Section] = field(repr=False)
     symbols: tuple[Symbol, ...] = field(repr=False)
 
@@ -116,6 +122,12 @@ class Cubin:
     def capability(self) -> int:
         """Compute capability as a number: 90 for sm_90 and for sm_90a."""
         return cubin_capability(self.header)
+
+    def ptx_of(self, symbol: str) -> str | None:
+        """The PTX text that a kernel or a device function was compiled from; None if unknown."""
+        if len(self.ptx) == 1:
+            return self.ptx[0]
+        return next((text for text in self.ptx if symbol in _defined_in(text)), None)
 
     @property
     def kind(self) -> bytes:
@@ -218,7 +230,11 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
         owner = name.removeprefix(_PARAMETERS)
         if owner != name and f".text.{owner}" in by_name and owner not in known:
             raise DamagedError(f"{owner} has parameters, but is no kernel")
-    ptx = by_name.get(".nv_debug_ptx_txt", NOTHING).data.decode(errors="replace")
+    ptx = [
+        section.data.decode(errors="replace").replace("\0", "\n")
+        for name, section in by_name.items()
+        if name == _PTX or name.startswith(f"{_PTX}.")
+    ]
     return Cubin(
         origin=origin,
         header=bytes(data[:ELF_HEADER_BYTES]),
@@ -226,10 +242,16 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
         architecture=_architecture(data, compiler, architecture),
         compiler=compiler,
         kernels=tuple(kernels),
-        ptx=ptx.replace("\0", "\n") or None,
+        ptx=tuple(filter(None, ptx)),
         sections=by_name,
         symbols=symbols,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _defined_in(ptx: str) -> frozenset[str]:
+    """The kernels and functions that a PTX text defines."""
+    return frozenset(_DEFINED.findall(ptx))
 
 
 def _architecture(data: Content, compiler: Compiler, told: str | None) -> str:

@@ -355,7 +355,7 @@ def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesO
         instructions=instructions,
         blocks=blocks,
         loops=loops,
-        ptx=cubin.ptx,
+        ptx=cubin.ptx_of(kernel.symbol),
         is_function=kernel.is_function,
         constants=_constants(cubin, kernel.symbol),
         why_not_live=why_unknown(operations, kernel.jump_tables, kernel.is_function),

@@ -247,7 +247,8 @@ def write_files(folder: Path, texts: Iterable[tuple[str, str]]) -> Iterator[str]
 @dataclass(frozen=True)
 class PtxText:
     """The PTX of one module. `name`: without suffix. `architecture`: the architecture that it was
-    compiled to, or for. `symbols`: symbols of its kernels.
+    compiled to, or for. `symbols`: symbols of its kernels. `is_linked`: False for code that
+    is to be linked on the device.
 
     Line N of `text` is line N of the line table of a cubin that it is embedded in.
     """
@@ -256,6 +257,7 @@ class PtxText:
     architecture: str
     text: str
     symbols: Sequence[str]
+    is_linked: bool = True
 
 
 def ptx_texts(
@@ -263,7 +265,8 @@ def ptx_texts(
 ) -> list[PtxText]:
     """The PTX in a file: the text that -lineinfo put into its cubins, or else its PTX members.
 
-    `architecture`, `names`, `member`: as in `reader.iter_kernels`. Raises SassError if there is
+    Code that is to be linked is left out where its kernels are linked, too, unless `member` names
+    it. `architecture`, `names`, `member`: as in `reader.iter_kernels`. Raises SassError if there is
     none.
     """
     there = members_of(path)
@@ -278,25 +281,41 @@ def ptx_texts(
             f"{path} holds no PTX: compile with -lineinfo, which embeds it in the cubin, or for a "
             "virtual architecture, code=compute_90"
         )
+    if not member:
+        modules = _without_copies(modules)
     found = [(module.architecture, symbol) for module in modules for symbol in module.symbols]
     wanted = set(choose(str(path), found, architecture, names))
     return [m for m in modules if any((m.architecture, symbol) in wanted for symbol in m.symbols)]
 
 
+def _without_copies(modules: Sequence[PtxText]) -> list[PtxText]:
+    """The modules but those to be linked whose kernels are in linked ones."""
+
+    def kernels(module: PtxText) -> set[tuple[str, str]]:
+        symbols = _ENTRY.findall(module.text) or module.symbols
+        return {(module.architecture, symbol) for symbol in symbols}
+
+    linked = {kernel for module in modules if module.is_linked for kernel in kernels(module)}
+    return [module for module in modules if module.is_linked or not kernels(module) <= linked]
+
+
 def _embedded(members: Iterable[Member]) -> list[PtxText]:
-    cubins = [cubin for _, cubin in read_cubins(members)]
-    return [
-        PtxText(symbols[0], cubin.architecture, cubin.ptx, symbols)
-        for cubin in cubins
-        if cubin.ptx is not None and (symbols := [kernel.symbol for kernel in cubin.kernels])
-    ]
-
-
-def _members(members: Iterable[Member]) -> list[PtxText]:
     found = []
+    for _, cubin in read_cubins(members):
+        for text in cubin.ptx:
+            symbols = [k.symbol for k in cubin.kernels if cubin.ptx_of(k.symbol) is text]
+            if symbols:
+                linked = not cubin.relocatable
+                found.append(PtxText(symbols[0], cubin.architecture, text, symbols, linked))
+    return found
+
+
+def _members(members: Sequence[Member]) -> list[PtxText]:
+    found = []
+    linked = {member.name: member.is_linked for member in members}
     for name, text in ptx_of(members).items():
         match = _TARGET.search(text)
         target = match[1] if match else ""
-        name = name.removesuffix(f".{target}.ptx")
-        found.append(PtxText(name, target, text, _ENTRY.findall(text) or [name]))
+        stem = name.removesuffix(f".{target}.ptx")
+        found.append(PtxText(stem, target, text, _ENTRY.findall(text) or [stem], linked[name]))
     return found
