@@ -75,7 +75,8 @@ def check_program(path: Path, toolchain: Toolchain) -> None:
             f"{toolchain.version[0]}, whose nvcc is {toolchain.nvcc}: compile the program with it, "
             f"or set CUDA_HOME to a toolkit of CUDA {majors[0]}"
         )
-    if not majors and "libcuda.so.1" not in needed:
+    # a program may open the driver itself
+    if not majors and "libcuda.so.1" not in needed and b"libcuda.so" not in data:
         static = "has the CUDA runtime inside" if ".nv_fatbin" in sections else "does not use CUDA"
         raise HostError(f"{path} {static}: {_RELINK}")
     if not os.access(path, os.X_OK):
