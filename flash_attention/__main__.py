@@ -20,6 +20,7 @@ Print the kernels of the library, the GPU that it would run on, and the simulato
 
 commands, each with a --help of its own:
   cache     list and remove the kernels that were compiled at first use
+  export    write kernels for programs that launch them without Python
   replay    run a call that the log of calls saved again
 """
 
@@ -35,6 +36,7 @@ exit status: 0 done, 1 the library cannot be loaded, 2 wrong usage, 130 interrup
 
 COMMANDS = {
     "cache": "flash_helpers.compile.cache_command",
+    "export": "flash_helpers.export.command",
     "replay": "flash_helpers.check.replay",
 }
 """Modules of the commands, each with a `main(arguments)`; only the one that runs is

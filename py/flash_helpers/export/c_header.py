@@ -105,6 +105,7 @@ class _Header:
 #define {name}_SYMBOL "{self.symbol}" // in the cubin and in the PTX
 #define {name}_TARGET "{self.target}"
 enum {{
+{self._options()}\
     {name}_THREADS = {self.launch.block}, // of a block
     {name}_SHARED_BYTES = {self.launch.shared_bytes}, // dynamic, of a block
     {name}_ALIGNMENT = {config.supports.alignment}, // bytes: of the tensors' addresses
@@ -116,6 +117,11 @@ enum {{
 {self._plan()}
 #endif
 """
+
+    def _options(self) -> str:
+        """Return the config's fields as constants."""
+        numbers = {k: v for k, v in self.launch.config.to_dict().items() if not isinstance(v, str)}
+        return "".join(f"    {self.name}_{key} = {int(v)},\n" for key, v in numbers.items())
 
     def _call(self) -> str:
         lines = []

@@ -10,7 +10,7 @@ Keys:
 
 - schema: 1. A change that breaks a reader raises it.
 - kernel, config, family, operation. options: the config's fields. function: its name in C++.
-- target, symbol, compiler. files: name and SHA-256 of cubin, ptx and header.
+- target, symbol, compiler. files: name and sha256 of the cubin, the ptx and the header h.
 - alignment: bytes, of the tensors' addresses.
 - inputs, in order: name, kind, least, most, meaning. The kinds are "size", "option" (0 or 1),
   "real", "stride" in elements, and "address" on the device, of a tensor or a buffer. The last

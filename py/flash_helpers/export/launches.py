@@ -153,7 +153,7 @@ class _Tracer:
         self._check(lambda: _refuse(config.refusal(self.problem)))
         tensors, *_ = leaves(explore(self.path, lambda: self.problem.tensors, self.known))
         self.strides = {tensor.name: self._strides(tensor) for tensor in tensors}
-        self.addresses = {tensor.name: self._aligned_address(tensor.name) for tensor in tensors}
+        self.addresses = {tensor.name: self._address_of(tensor) for tensor in tensors}
         self.tree = self._check(self._launch)
         self.formula = self._formula()
 
@@ -190,12 +190,14 @@ class _Tracer:
             self._check(lambda: _refuse(refusal(tensor, tuple(found))))
         return tuple(found)
 
-    def _address(self, name: str) -> Formula:
-        text = f"{name}: address on the device"
+    def _address(self, name: str, meaning: str) -> Formula:
+        text = f"{meaning}: address on the device"
         return self._input(name, "address", 0, _MOST_ADDRESS, text)
 
-    def _aligned_address(self, name: str) -> Formula:
-        address = self._address(name)
+    def _address_of(self, tensor: Tensor) -> Formula:
+        """Return the address of a tensor. That it is not aligned becomes a check."""
+        name, axes = tensor.name, ", ".join(tensor.axes)
+        address = self._address(name, f"{name}, {tensor.element.short} ({axes})")
         if self._uses(name) and (alignment := self.config.supports.alignment) > 1:
 
             def check() -> None:
@@ -246,7 +248,7 @@ class _Tracer:
         layout = self.config.family.kernels[self.function]
         buffers = {buffer.name: buffer for call, _ in found for buffer in call.buffers}
         for name in buffers:
-            self.addresses[name] = self._address(name)
+            self.addresses[name] = self._address(name, f"{name}, a buffer")
         maps = dict(found[0][1].tensor_maps)
         return LaunchFormula(
             self.config,
