@@ -28,6 +28,8 @@ from flash_helpers.compile.jit import (
     default_jit,
     units_of,
 )
+from flash_helpers.compile.nvrtc import gather_sources
+from flash_helpers.compile.processes import Stopped
 from flash_helpers.compile.sources import Unit, included_files, source_digest
 from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.kernel_configs import get_kernel_progression_configs
@@ -230,6 +232,14 @@ class TestSources:
         (root / "src/include/sub/inner.cuh").write_text('#include "sub/outer.cuh"\n')
         found = included_files(root, '#include "kernels/a.cuh"\n#include "not_there.h"\n')
         assert [path.name for path in found] == ["a.cuh", "inner.cuh", "outer.cuh"]
+
+    def test_a_unit_has_no_folder_of_its_own(self, root) -> None:
+        """A header beside the root's folders hides none of theirs, in the key and for NVRTC."""
+        for name in ("top.cuh", "src/include/top.cuh"):
+            (root / name).write_text(f"// {name}\n")
+        text = '#include "top.cuh"\n'
+        assert included_files(root, text) == [root / "src/include/top.cuh"]
+        assert [*gather_sources(root, text)[1]] == ["src/include/top.cuh"]
 
     def test_digest_is_of_names_and_contents(self, root, tmp_path) -> None:
         before = source_digest(root, UNIT)
@@ -449,6 +459,34 @@ class TestFallback:
         assert entry_of(make()) == entry
 
 
+class TestClaim:
+    """The right to make an entry, which one thread of one process has."""
+
+    def test_ends_when_nobody_waits_for_it_any_more(self, make) -> None:
+        jit, stopped = make(), threading.Event()
+        recipe = jit.recipe(UNIT, TARGET)
+        with jit.cache.claim(recipe, "key", stopped):
+            stopped.set()
+            with pytest.raises(Stopped), jit.cache.claim(recipe, "key", stopped):
+                pytest.fail("two have it")
+
+    def test_is_given_up_for_a_process_that_was_forked_meanwhile(self, make) -> None:
+        """The child has the open file of the lock, too, and outlives the claim."""
+        jit, is_over = make(), threading.Event()
+        is_over.set()
+        recipe = jit.recipe(UNIT, TARGET)
+        with jit.cache.claim(recipe, "key", is_over):
+            child = os.fork()
+            if not child:
+                signal.pause()
+        try:
+            with jit.cache.claim(recipe, "key", is_over) as scratch:
+                assert scratch.is_dir()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 # Several at once
 
 
@@ -458,6 +496,8 @@ from pathlib import Path
 from fake_toolchain import FakeCompiler
 from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.jit import Jit
+from flash_helpers.compile.processes import Stopped
+from flash_helpers.compile.nvrtc import gather_sources
 from flash_helpers.compile.sources import Unit
 root, cache, *names = sys.argv[1:]
 jit = Jit(Path(root), Cache(Path(cache)), FakeCompiler, 2)

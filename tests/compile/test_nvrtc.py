@@ -157,6 +157,7 @@ def test_the_standard_headers_are_those_that_nvcc_has(tmp_path: Path) -> None:
 #include <cstdint>
 #include <cuda.h>
 #include <type_traits>
+#include <utility>
 static_assert(sizeof(CUtensorMap) == 128 && alignof(CUtensorMap) == 128);
 template <typename Integer> struct name;
 template <> struct name<signed char> { static constexpr int value = 1; };
@@ -182,6 +183,9 @@ static_assert(offsetof(Pair, b) == 8);
 static_assert(Pair{1, 2} == Pair{1, 2} && Pair{1, 2} != Pair{1, 3});
 static_assert(std::is_same_v<std::conditional_t<true, int, float>, int>);
 static_assert(!std::is_same_v<std::conditional_t<false, int, float>, int>);
+static_assert(std::is_same_v<std::make_index_sequence<3>, std::index_sequence<0, 1, 2>>);
+static_assert(std::is_same_v<std::make_integer_sequence<int, 0>, std::integer_sequence<int>>);
+static_assert(std::make_integer_sequence<int, 64>::size() == 64);
 static_assert(std::true_type{} && !std::false_type::value);
 """
     assert {f"<{path.name}>" for path in HEADERS.iterdir()} == {

@@ -141,9 +141,10 @@ def standard_headers() -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(HEADERS.iterdir())}
 
 
-def find_header(root: Path, folder: Path, name: str) -> Path | None:
-    """The file that `#include "name"` names in a file of `folder`, or None if there is none."""
-    places = (folder, *(root / source for source in SOURCE_FOLDERS))
+def find_header(root: Path, folder: Path | None, name: str) -> Path | None:
+    """The file that `#include "name"` names in a file of `folder`, or in the unit, which has no
+    folder; None if there is none."""
+    places = ([folder] if folder else []) + [root / source for source in SOURCE_FOLDERS]
     return next((file.resolve() for place in places if (file := place / name).is_file()), None)
 
 
@@ -152,7 +153,7 @@ def gather_sources(root: Path, text: str) -> tuple[str, dict[str, str]]:
     to the root, which must be resolved. Their `#include` lines have these names, too."""
     headers: dict[str, str] = {}
 
-    def follow(text: str, folder: Path) -> str:
+    def follow(text: str, folder: Path | None) -> str:
         def renamed(include: re.Match[str]) -> str:
             path = find_header(root, folder, include[2])
             if path is None:  # the compiler says so, unless a condition excludes it
@@ -165,7 +166,7 @@ def gather_sources(root: Path, text: str) -> tuple[str, dict[str, str]]:
 
         return _INCLUDE.sub(renamed, text)
 
-    return follow(text, root), headers
+    return follow(text, None), headers
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_helpers.compile.nvrtc import SOURCE_FOLDERS
 from flash_helpers.compile.toolchain import BuildError
 
-INCLUDE_FOLDERS = ("src/include", "")  # below the root, in the order of the compilers' -I
 _INCLUDE = re.compile(
     r'(?:^[ \t]*#[ \t]*include(?:_next)?|__has_include[ \t]*\()[ \t]*(?:(["<])([^">\n]+)[">]|(.*))',
     re.MULTILINE,
@@ -102,7 +102,7 @@ class Sources:
                     "macro, so that a change of the file is seen"
                 )
             folders = [folder] if folder and mark == '"' else []
-            folders += [f"{self.root}/{each}" for each in INCLUDE_FOLDERS]
+            folders += [f"{self.root}/{each}" for each in SOURCE_FOLDERS]
             places = (os.path.join(each, name) for each in folders)  # noqa: PTH118
             found.append(tuple(map(os.path.normpath, places)))
         return tuple(dict.fromkeys(found))
