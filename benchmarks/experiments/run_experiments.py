@@ -69,13 +69,13 @@ bf16, 16 heads and d_head 128.
 
 EXAMPLES = f"""\
 examples:
-  measure, print the table and write {RESULTS}; needs a GPU and nvcc:
+  measure, print the table and write {RESULTS}; needs a GPU:
     python benchmarks/experiments/run_experiments.py
   in a copy without git, and keeping the data elsewhere:
     python benchmarks/experiments/run_experiments.py --commit 68cfc22 --json /tmp/experiments.json
-  read the machine code of the loops into {MACHINE_CODE}; needs nvcc and nvdisasm:
+  read the machine code of the loops into {MACHINE_CODE}; needs nvdisasm:
     python benchmarks/experiments/run_experiments.py --sass
-  put the tables into {DOCS}; needs neither a GPU nor nvcc:
+  put the tables into {DOCS}; needs neither a GPU nor a compiler:
     python benchmarks/experiments/run_experiments.py --write-docs
   does the log agree with the data, and was the machine code made from these sources? (1 if not)
     python benchmarks/experiments/run_experiments.py --write-docs --check

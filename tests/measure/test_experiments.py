@@ -1,6 +1,6 @@
 """The experiments on step o5, the log of those before, and the tool that measures them.
 
-Their kernels run in the simulator wherever an nvcc can make PTX of them; none is committed, it
+Their kernels run in the simulator wherever a compiler can make PTX of them; none is committed, it
 would be megabytes. That the committed facts of their machine code were read from these sources is
 checked everywhere.
 """
@@ -11,7 +11,6 @@ import functools
 import math
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,13 +26,12 @@ from fake_toolchain import FakeCompiler
 
 from flash_helpers import ptx
 from flash_helpers.check.errors import measure_error
-from flash_helpers.compile.build import COMPILE_FLAGS
 from flash_helpers.compile.cache import Cache
-from flash_helpers.compile.compilers import Compiler
+from flash_helpers.compile.compilers import Compiler, find_compiler
 from flash_helpers.compile.cubins import Cubin, read_cubin
 from flash_helpers.compile.jit import Jit
 from flash_helpers.compile.ptxas import PtxasReport
-from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
+from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.measure import timing
 from flash_helpers.measure.benchmark import Contender, InputSet
@@ -118,29 +116,18 @@ def test_each_experiment_has_an_entry_with_what_was_expected() -> None:
 
 
 @pytest.fixture(scope="module")
-def toolchain() -> Toolchain:
+def kernel(tmp_path_factory) -> Callable[[Experiment, Element], ptx.Kernel]:
+    """Compiles an experiment."""
     try:
-        return find_toolchain((80,))
+        found = find_compiler()
     except BuildError as error:
         pytest.skip(f"the experiments were not run: {error}")
-
-
-@pytest.fixture(scope="module")
-def kernel(toolchain, tmp_path_factory) -> Callable[[Experiment, Element], ptx.Kernel]:
-    """Compiles an experiment."""
+    jit = Jit(ROOT, Cache(tmp_path_factory.mktemp("kernels")), lambda: found, jobs=1)
 
     @functools.cache
     def compiled(experiment: Experiment, dtype: Element) -> ptx.Kernel:
-        folder = tmp_path_factory.mktemp(experiment.name)
-        unit, output = folder / "unit.cu", folder / "unit.ptx"
-        unit.write_text(experiment.unit(dtype).text)
-        flags = (*COMPILE_FLAGS, "-arch=compute_80", "-ptx", "-o", output)
-        command = [str(word) for word in (toolchain.nvcc, *flags, unit)]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
-        text = output.read_text()
-        (symbol,) = re.findall(r"\.entry (\w+)", text)
-        return ptx.load_ptx(text).kernel(symbol)
+        (made,) = jit.get([experiment.unit(dtype)], "compute_80")
+        return ptx.load_ptx(made.ptx_path.read_text()).kernel(made.symbol)
 
     return compiled
 

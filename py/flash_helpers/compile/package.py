@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -21,7 +22,12 @@ def package_folder() -> Path:
     spec = importlib.util.find_spec("flash_attention")
     if spec is None or spec.origin is None:
         raise RuntimeError(f"the package flash_attention is not installed: {HOW_TO_BUILD}")
-    return Path(spec.origin).resolve().parent
+    return _folder(spec.origin)
+
+
+@functools.cache
+def _folder(file: str) -> Path:
+    return Path(file).resolve().parent
 
 
 def sources_root(package: Path) -> Path:
