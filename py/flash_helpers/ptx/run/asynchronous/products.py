@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,14 @@ class Issue:
     metadata: np.ndarray
 
     @property
+    def chain(self) -> tuple[object, ...]:
+        """Equal for products of the same warps that accumulate in the same registers, with factors
+        of the same shape and type in the same kind of place."""
+        item = self.product
+        kinds = (item.d_names, item.d_type, item.a_type, item.b_type, item.sparsity is None)
+        return *kinds, item.a_matrix, item.b_matrix, self.warps.tobytes()
+
+    @property
     def footprint(self) -> tuple[object, ...]:
         """Equal for products of the same warps that read matrices of the same shape."""
         product = self.product
@@ -88,27 +97,34 @@ class Factors:
         self._shared = shared
         self._poison = poison
 
-    def values(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """In float64: the rows of A of each warp, (warps, 16, K); the different matrices B,
-        transposed, (n, N, K); and the index of each warp's B."""
-        item = issue.product
-        b, which = self._matrices(issue, item.b_matrix, issue.b_bits, item.b_type)
+    def values(self, chain: Sequence[Issue]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The factors of each product of a chain (`Issue.chain`), in float64: the rows of A of each
+        warp, (warps, 16, K); matrices B, transposed, (n, N, K); and the index of each warp's B."""
+        item, warps = chain[0].product, chain[0].warps
+        b_bits = np.stack([issue.b_bits for issue in chain])
+        b, which = self._matrices(warps, item.b_matrix, b_bits, item.b_type)
         if item.a_matrix is None:
-            lanes = lanes_of_warps(issue.warps)
-            a = matrix_of_a([register[lanes] for register in item.a], item.a_type)
+            lanes = lanes_of_warps(warps)
+            registers = [register[lanes] for issue in chain for register in issue.product.a]
+            # The registers of all products are those of one matrix with more columns.
+            columns = matrix_of_a(registers, item.a_type)
+            rows = columns.reshape(*columns.shape[:2], len(chain), -1).transpose(2, 0, 1, 3)
         else:
-            found, of_warp = self._matrices(issue, item.a_matrix, issue.a_bits, item.a_type)
-            a = self._rows_of_warps(found, of_warp, issue.warps)
-        if item.sparsity is not None:
-            a = item.sparsity.expanded(a, issue.metadata)
-        return item.sign * a, b, which
+            a_bits = np.stack([issue.a_bits for issue in chain])
+            found, of_warp = self._matrices(warps, item.a_matrix, a_bits, item.a_type)
+            rows = self._rows_of_warps(found, of_warp, warps)
+        for issue, a, index in zip(chain, rows, which, strict=True):
+            if issue.product.sparsity is not None:
+                a = issue.product.sparsity.expanded(a, issue.metadata)
+            first = int(index.min())
+            yield issue.product.sign * a, b[first : int(index.max()) + 1], index - first
 
     def _matrices(
-        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray, type_name: str
+        self, warps: np.ndarray, matrix: MatrixOperand, bits: np.ndarray, type_name: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The different matrices that warps read, float64 (n, rows, K), and the index of each
-        warp's."""
-        places, which = self._places(issue, matrix, bits)
+        """The different matrices that warps read by descriptors (products, warps), float64 (n,
+        rows, K), those of a product side by side; and the index of each warp's for each product."""
+        places, which = self._places(warps, matrix, bits)
         words = self._shared.data.view(np.uint32).reshape(-1, CHUNK // 4)[places]
         return values(matrix.matrix(unpacked(words, type_name)), type_name), which
 
@@ -130,7 +146,7 @@ class Factors:
         self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
     ) -> Codes | None:
         """The worst code of each row of A, or column of B, for each warp."""
-        places, which = self._places(issue, matrix, bits)
+        places, which = self._places(issue.warps, matrix, bits[None])
         flat = places.reshape(-1)
         per_chunk = CHUNK // self._shared.granule
         unwritten = ~self._shared.marks.is_written(flat[:, None] * per_chunk + np.arange(per_chunk))
@@ -145,26 +161,30 @@ class Factors:
         if codes is None or not codes.any():
             return None
         of_elements = codes.T.reshape(*places.shape, CHUNK // 2, 2).max(axis=-1)
-        return counted(matrix.matrix(of_elements).max(axis=-1))[which]
+        return counted(matrix.matrix(of_elements).max(axis=-1))[which[0]]
 
     def _places(
-        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
+        self, warps: np.ndarray, matrix: MatrixOperand, bits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The different matrices that warps read, as indices of their chunks in shared memory (n,
-        then the shape of the addresses), and the index of each warp's matrix."""
-        blocks = issue.warps % len(self._geometry.blocks)
-        index: dict[tuple[int, int], int] = {}
-        keys = zip(blocks.tolist(), bits.tolist(), strict=True)
-        which = np.array([index.setdefault(key, len(index)) for key in keys])
-        stride = self._shared.stride
-        places = np.stack([block * stride + matrix.addresses(each) for block, each in index])
-        return places // CHUNK, which
+        """As `_matrices`; the matrices are indices of their chunks in shared memory, (n, then the
+        shape of the addresses)."""
+        blocks = (warps % len(self._geometry.blocks)).tolist()
+        index: dict[tuple[int, int, int], int] = {}
+        which = [
+            index.setdefault((i, block, each), len(index))
+            for i, row in enumerate(bits.tolist())
+            for block, each in zip(blocks, row, strict=True)
+        ]
+        addresses = np.stack([matrix.addresses(each) for _, _, each in index])
+        starts = np.array([block for _, block, _ in index]) * self._shared.stride
+        places = addresses + starts.reshape(-1, *[1] * (addresses.ndim - 1))
+        return places // CHUNK, np.array(which).reshape(bits.shape)
 
     def _rows_of_warps(
         self, matrices: np.ndarray, which: np.ndarray, warps: np.ndarray
     ) -> np.ndarray:
         """The 16 rows of each warp. `matrices`: (n, 64, ...). `which`: index of each warp's
-        matrix."""
+        matrix, (..., warps)."""
         number = warps // len(self._geometry.blocks) % WARPS
         parts = matrices.reshape(len(matrices), WARPS, WARP_ROWS, *matrices.shape[2:])
         return parts[which, number]
@@ -176,7 +196,6 @@ class Chain:
 
     def __init__(self, first: Issue, poison: Poison) -> None:
         item = self._product = first.product
-        self._warps = first.warps
         self._lanes = lanes = lanes_of_warps(first.warps)
         self._poison = poison
         self._d = matrix_of_d([register[lanes] for register in item.d], item.d_type)
@@ -184,12 +203,6 @@ class Chain:
         self._codes: Codes | None = None
         if poison.active:
             self._codes = codes_of_fragment(poison, item.d_names, self._together, 2, lanes)
-
-    def goes_on_with(self, issue: Issue) -> bool:
-        """Whether a product is one of these."""
-        mine = self._product
-        same = mine.d_names == issue.product.d_names and mine.d_type == issue.product.d_type
-        return same and np.array_equal(self._warps, issue.warps)
 
     def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
         """Adds a product, whose factors are as in `Factors.values`; returns D with it."""

@@ -365,19 +365,15 @@ class Warpgroups:
         """Computes the products of all groups before a limit, by their owner; returns these
         products."""
         self._issued, due = self._parted(self._issued, limits)
-        chain = None
-        for issue in due:
-            if chain is None or not chain.goes_on_with(issue):
-                if chain is not None:
-                    chain.store()
-                chain = Chain(issue, self.poison)
-            a, b, which = self._factors.values(issue)
-            d = chain.add(issue, a, b, which)
-            if self.show is not None:
-                self.show(self._computed(issue, a, b[which].transpose(0, 2, 1), d))
-            if self.poison.active:
-                chain.add_poison(issue, *self._factors.codes(issue))
-        if chain is not None:
+        for _, alike in groupby(due, lambda issue: issue.chain):
+            issues = list(alike)
+            chain = Chain(issues[0], self.poison)
+            for issue, (a, b, which) in zip(issues, self._factors.values(issues), strict=True):
+                d = chain.add(issue, a, b, which)
+                if self.show is not None:
+                    self.show(self._computed(issue, a, b[which].transpose(0, 2, 1), d))
+                if self.poison.active:
+                    chain.add_poison(issue, *self._factors.codes(issue))
             chain.store()
         return due
 

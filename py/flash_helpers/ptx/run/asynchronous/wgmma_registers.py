@@ -118,7 +118,7 @@ class RegisterWatch:
     def touch(self, position: int, warps: np.ndarray) -> None:
         """Threads of warps execute the first access to some fragments."""
         fragments = self.watched[position]
-        part = np.ix_(fragments, warps)
+        part = fragments[:, None], warps
         flying = self._group[part] >= self._waited[warps]
         self._check(WgmmaRegisterError, position, warps, fragments, flying)
         if position in self._constant_moves:
@@ -138,9 +138,10 @@ class RegisterWatch:
     ) -> None:
         """Warps issue a product. `groups`: group of each warp. `d`, `a`: fragments of the product.
         `n`: columns of D."""
-        for fragments, accumulates in ((d, True), (a, False)):
-            part = np.ix_(fragments, warps)
-            fenced = self._fenced[warps]
+        used = [each for each in ((d, True), (a, False)) if each[0].size]
+        fenced = self._fenced[warps]
+        for fragments, accumulates in used:
+            part = fragments[:, None], warps
             flying = self._group[part] >= self._waited[warps]
             of_d = self._accumulates[part]
             # Products that read one A, or accumulate in one shape, need not wait for each other.
@@ -150,8 +151,8 @@ class RegisterWatch:
             self._check(WgmmaRegisterError, position, warps, fragments, overlaps)
             self._check(WgmmaFenceError, position, warps, fragments, unfenced & ~overlaps)
             self._check_touched(position, warps, fragments, self._touched[part] > fenced)
-        for fragments, accumulates in ((a, False), (d, True)):
-            part = np.ix_(fragments, warps)
+        for fragments, accumulates in reversed(used):
+            part = fragments[:, None], warps
             self._group[part] = groups
             self._product[part] = position
             self._issued[part] = self._now
