@@ -29,6 +29,7 @@ from flash_helpers.compile.jit import (
     units_of,
 )
 from flash_helpers.compile.nvrtc import gather_sources
+from flash_helpers.compile.package import sources_root
 from flash_helpers.compile.processes import Stopped
 from flash_helpers.compile.sources import Unit, included_files, source_digest
 from flash_helpers.compile.toolchain import BuildError
@@ -219,6 +220,11 @@ class TestKey:
     def test_a_macro_that_names_a_file_is_refused(self, make, root) -> None:
         (root / "kernels/a.cuh").write_text("#define FILE\n#include FILE\n")
         with pytest.raises(BuildError, match=r"a\.cuh includes 'FILE': write the file's name"):
+            entry_of(make())
+
+    def test_a_file_that_cannot_be_read_is_no_fault_of_the_cache(self, make, root) -> None:
+        (root / "src/include/cstdint").mkdir()
+        with pytest.raises(BuildError, match="include/cstdint cannot be read: Is a directory"):
             entry_of(make())
 
     def test_a_config_has_a_unit_for_each_kernel(self) -> None:
@@ -497,6 +503,7 @@ from fake_toolchain import FakeCompiler
 from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.jit import Jit
 from flash_helpers.compile.processes import Stopped
+from flash_helpers.compile.package import sources_root
 from flash_helpers.compile.nvrtc import gather_sources
 from flash_helpers.compile.sources import Unit
 root, cache, *names = sys.argv[1:]
@@ -633,6 +640,8 @@ class TestWords:
         assert "compiling 2 kernels for sm_90a: 0 of 2" in capsys.readouterr().err
         make().get([UNIT, OTHER], TARGET)
         assert capsys.readouterr() == ("", "")
+        make().get([UNIT], "compute_90a")
+        assert "compiling kernel_a for compute_90a: 0 of 1" in capsys.readouterr().err
 
     def test_elsewhere_there_are_none(self, make, capsys) -> None:
         make().get([UNIT], TARGET)
@@ -647,6 +656,15 @@ class TestWords:
 
 class TestDefault:
     """The Jit of this process."""
+
+    def test_sources_are_in_the_checkout_or_in_the_package(self, tmp_path) -> None:
+        package = tmp_path / "flash_attention"
+        with pytest.raises(RuntimeError, match="comes without the kernels' sources"):
+            sources_root(package)
+        for root in (package / "sources", tmp_path):
+            (root / "src/include").mkdir(parents=True)
+            (root / "src/include/flash_attention.cuh").write_text("")
+            assert sources_root(package) == root
 
     def test_is_made_once_for_an_environment(self, tmp_path) -> None:
         environ = {FOLDER_VARIABLE: str(tmp_path), "MAX_JOBS": "3"}

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -36,6 +37,7 @@ FORMAT = 1  # raise it when an entry of an older version would be read wrongly
 FOLDER_VARIABLE = "FLASH_ATTENTION_CACHE_DIR"
 
 PTX, CUBIN, LOG, MANIFEST = "kernel.ptx", "kernel.cubin", "kernel.log", "manifest.json"
+_ENTRY_NAME = re.compile(r"(\w+)-((?:sm|compute)_\w+)-[0-9a-f]{16}")
 _CLAIM = ".compiling-"  # before the name of an entry that is being made
 _LOCK = "lock"
 _WAIT_S = 0.02
@@ -233,11 +235,12 @@ class Cache:
 
     def entries(self) -> list[Entry]:
         """Return the entries of the folder, sorted by name, except for those that another process
-        removes meanwhile."""
+        removes meanwhile. Other folders, which a user may have there, are left out."""
         found = []
-        for folder in sorted(self.folder.glob("[!.]*-*-*/")):
-            with contextlib.suppress(FileNotFoundError):
-                found.append(_entry(folder))
+        for folder in sorted(self.folder.glob("*-*-*/")):
+            if named := _ENTRY_NAME.fullmatch(folder.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(_entry(folder, *named.groups()))
         return found
 
     def remove(self, entry: Entry) -> None:
@@ -291,8 +294,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _entry(folder: Path) -> Entry:
-    name, target, _ = folder.name.rsplit("-", 2)
+def _entry(folder: Path, name: str, target: str) -> Entry:
     files = [path.stat() for path in folder.iterdir()]
     used = max((status.st_mtime for status in files), default=folder.stat().st_mtime)
     manifest = {}

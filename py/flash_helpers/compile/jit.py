@@ -263,16 +263,17 @@ class Jit:
         self, missing: Iterable[tuple[Unit, str]]
     ) -> Generator[Callable[[], object], None, None]:
         """Show a line of progress, and yield a function that advances it by a kernel."""
-        targets = [target for _, target in missing]
-        if not targets or self.verbose or not sys.stderr.isatty():
+        wanted = list(missing)
+        if not wanted or self.verbose or not sys.stderr.isatty():
             yield lambda: None
             return
         from flash_helpers.console.progress import bar
 
-        n = len(targets)
-        kernels = "kernel" if n == 1 else f"{n} kernels"
-        description = f"compiling {kernels} for {', '.join(dict.fromkeys(targets))}"
-        form = "{desc}: {n_fmt} of {total_fmt} [{elapsed}]"
+        n = len(wanted)
+        kernels = wanted[0][0].name if n == 1 else f"{n} kernels"
+        targets = dict.fromkeys(target for _, target in wanted)
+        description = f"compiling {kernels} for {', '.join(targets)}"
+        form = "{desc}: {n_fmt} of {total_fmt}"
         with bar(total=n, desc=description, bar_format=form, leave=False) as shown:
             yield shown.update
 

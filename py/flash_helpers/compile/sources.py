@@ -55,7 +55,7 @@ class Sources:
 
         All files are looked for again, so that a new file that hides another one counts. A file
         that a condition leaves out is included all the same. Raises BuildError for an include
-        whose file a macro names.
+        whose file a macro names, and for a file that cannot be read.
         """
         if text not in self._units:
             self._units[text] = self._includes(text, "the unit")
@@ -84,7 +84,10 @@ class Sources:
         if known is None or known.stamp != stamp:
             # A file so young may change again and keep its stamp.
             is_racy = time.time_ns() - status.st_mtime_ns < _RACY_NS
-            data = Path(path).read_bytes()
+            try:
+                data = Path(path).read_bytes()
+            except OSError as error:
+                raise BuildError(f"{path} cannot be read: {error.strerror}") from error
             places = self._includes(data.decode(errors="replace"), path, str(Path(path).parent))
             known = _File(None if is_racy else stamp, hashlib.sha256(data).hexdigest(), places)
             self._files[path] = known
