@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from fake_toolchain import SUPPORT, FakeCompiler
 
 from flash_helpers.compile import jit as jit_module
 from flash_helpers.compile.cache import FOLDER_VARIABLE, Cache, require_room
+from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.jit import (
     DEBUG_VARIABLE,
     VERBOSE_VARIABLE,
@@ -38,6 +40,7 @@ from flash_helpers.kernel_configs import get_kernel_progression_configs
 UNIT = Unit("kernel_a", '#include "kernels/a.cuh"\n// a\n')
 OTHER = Unit("kernel_b", '#include "kernels/b.cuh"\n// b\n')
 TARGET = "sm_90a"
+REPOSITORY = Path(__file__).resolve().parents[2]
 V1 = get_kernel_progression_configs()[0]
 
 
@@ -311,6 +314,17 @@ class TestDamage:
         assert log() == ["kernel_a"]
 
 
+class TestDebugging:
+    def test_a_kernel_is_found_that_its_ptx_declares_and_defines(self, tmp_path) -> None:
+        try:
+            compiler = find_compiler()
+        except BuildError as error:
+            pytest.skip(f"no compiler: {error}")
+        jit = Jit(REPOSITORY, Cache(tmp_path / "cache"), lambda: compiler, jobs=1, debug=True)
+        (found,) = jit.get(units_of(V1), "compute_80")
+        assert len(re.findall(rf"\.entry {found.symbol}\b", found.ptx_path.read_text())) == 2
+
+
 class TestFailure:
     def test_tells_the_compilers_text_once_and_keeps_nothing(self, make, root, tmp_path) -> None:
         (root / "kernels/a.cuh").write_text("FAIL\n")
@@ -503,6 +517,7 @@ from fake_toolchain import FakeCompiler
 from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.jit import Jit
 from flash_helpers.compile.processes import Stopped
+from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.package import sources_root
 from flash_helpers.compile.nvrtc import gather_sources
 from flash_helpers.compile.sources import Unit

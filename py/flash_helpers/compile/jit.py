@@ -253,10 +253,11 @@ class Jit:
         wanted = (PTX, CUBIN) if machine_target(target) else (PTX,)
         if lacking := [file for file in wanted if not (scratch / file).is_file()]:
             return failed(f"{name} reported no error and wrote no {lacking[0]}")
-        symbols = _ENTRY.findall((scratch / PTX).read_text())
+        # PTX for a debugger declares a kernel before it defines it
+        symbols = {*_ENTRY.findall((scratch / PTX).read_text())}
         if len(symbols) != 1:
             return failed(f"the unit has {len(symbols)} kernels and should have one")
-        return symbols[0]
+        return symbols.pop()
 
     @contextlib.contextmanager
     def _progress(
