@@ -34,7 +34,9 @@ def batches(monkeypatch):
     gc.enable()
 
 
-@pytest.mark.parametrize("name", ["gemm_cluster_bf16", "copy_bytes", "cluster_shift"])
+@pytest.mark.parametrize(
+    "name", ["gemm_cluster_bf16", "copy_bytes", "cluster_shift", "load_box 50"]
+)
 def test_of_hoppers_units(batches, name) -> None:
     case = CASES[name]
     run, _ = launched(case, module_of(case.module), lints=True, seed=1)

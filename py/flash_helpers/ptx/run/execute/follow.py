@@ -8,8 +8,9 @@ gives one lane's value to its warp; other shuffles mix the values of lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from functools import partial, reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,21 @@ _LOADS = frozenset({"ld", "ldu"})
 _STORES = frozenset({"st", "red", "atom"})
 
 
+class _Way(NamedTuple):
+    """An instruction on the way of values. `results`: registers that it writes. `sources`:
+    registers whose values go on to them. `ends`: of each operand where values come to their end,
+    the registers."""
+
+    results: frozenset[str]
+    sources: frozenset[str]
+    ends: tuple[frozenset[str], ...]
+
+    def among(self, names: Set[str]) -> _Way:
+        """The part of the way that concerns some registers."""
+        ends = tuple(each & names for each in self.ends)
+        return _Way(self.results & names, self.sources & names, ends)
+
+
 class Follow:
     """The way of the values of a batch. `positions`: the instructions on it. `loads`: the registers
     on it that loads of shared memory write, by the instruction."""
@@ -41,49 +57,54 @@ class Follow:
         self._machine = machine
         self._readers = readers
         program = machine.program
-        instructions = [
-            (p, i) for p, i in enumerate(program.instructions) if p not in machine.refused
-        ]
-        ways = [i for _, i in instructions if _goes_on(i)]
-        loads = {p: i for p, i in instructions if i.name in _LOADS and _is_in(i, "shared")}
-        hold = _closure(
-            {name for i in loads.values() for name in _results(i)},
-            [(_sources(i), _results(i)) for i in ways],
+        ways = {
+            position: _way(instruction)
+            for position, instruction in enumerate(program.instructions)
+            if position not in machine.refused
+        }
+        loads = {p for p in ways if _reads_shared(program.instructions[p])}
+        hold = _reached(
+            set().union(*(ways[p].results for p in loads)),
+            [(way.sources, way.results) for way in ways.values()],
         )
-        go = _closure(
-            {name for _, i in instructions for name in names_of(_ends(i))},
-            [(_results(i), _sources(i)) for i in ways],
+        go = _reached(
+            set().union(*(names for way in ways.values() for names in way.ends)),
+            [(way.results, way.sources) for way in reversed(ways.values())],
         )
-        self._names = {name for name in hold & go if program.registers[name] != "pred"}
-        named = {p: self._names.intersection(_results(i)) for p, i in instructions}
-        self.loads = {p: tuple(named[p]) for p in loads if named[p]}
-        ends = {p for p, i in instructions if not self._names.isdisjoint(names_of(_ends(i)))}
-        self.positions = [p for p, _ in instructions if named[p] or p in ends]
+        names = {name for name in hold & go if program.registers[name] != "pred"}
+        among = {position: way.among(names) for position, way in ways.items()}
+        self._ways = {p: way for p, way in among.items() if way.results or any(way.ends)}
+        self.positions = list(self._ways)
+        self.loads = {p: tuple(among[p].results) for p in loads if among[p].results}
 
     def followed(self, position: int, action: Action) -> Action:
         """The action of an instruction, which also follows its values."""
         machine, readers = self._machine, self._readers
         machine.position = position
         instruction = machine.program.instructions[position]
-        look = self._look(instruction)
+        results, sources, ends = self._ways[position]
+        names = results.union(sources, *ends)
+        look = self._look(instruction, ends)
         executing = self._executing(instruction)
-        results = self._names.intersection(_results(instruction))
-        sources = self._names.intersection(_sources(instruction) if _goes_on(instruction) else ())
-        names = {*results, *sources, *names_of(_ends(instruction))}
         bits = _bits_mixed(instruction)
 
-        def follow(selection: Selection, run: Callable[[], None]) -> None:
-            if readers.held.keys().isdisjoint(names):
-                run()
-                return
-            lanes = executing(selection)
-            look(lanes)
-            traces = [t for t in (readers.of(name, lanes) for name in sources) if t is not None]
+        def pass_on(lanes: np.ndarray) -> None:
+            held = sources & readers.held.keys()
+            if results == held and bits is None and len(held) == 1:
+                return  # a sum to which something else is added
+            traces = [readers.of(name, lanes) for name in held]
             trace = reduce(Trace.joined, traces) if traces else None
             if trace is not None and bits is not None:
                 trace = trace.mixed(bits)
             for name in results:
                 readers.put(name, lanes, trace)
+
+        def follow(selection: Selection, run: Callable[[], None]) -> None:
+            if not readers.held.keys().isdisjoint(names):
+                lanes = readers.among(executing(selection))
+                if lanes.size:
+                    look(lanes)
+                    pass_on(lanes)
             run()
 
         return Action(
@@ -104,32 +125,33 @@ class Follow:
 
         return executing
 
-    def _look(self, instruction: Instruction) -> Callable[[Selection], None]:
+    def _look(
+        self, instruction: Instruction, ends: Sequence[Set[str]]
+    ) -> Callable[[np.ndarray], None]:
         """Tells the readers of the values that come to their end at an instruction."""
         machine, readers, position = self._machine, self._readers, self._machine.position
-        ends = [self._names.intersection(names_of([o])) for o in _ends(instruction)]
 
-        def multiply(selection: Selection) -> None:
+        def multiply(lanes: np.ndarray) -> None:
             for matrix, names in zip("AB", ends, strict=False):
-                for name in names:
-                    readers.multiply(position, matrix, name, machine.lanes_of(selection))
+                readers.multiply(position, matrix, names, lanes)
 
         if instruction.name not in _STORES or not any(ends):
             return multiply
         address = next(o for o in instruction.operands if isinstance(o, Address))
         addresses = addresses_of(machine, address)
         port = Port(machine, instruction, access_size(instruction))
+        names = set[str]().union(*ends)
 
-        def store(selection: Selection) -> None:
-            for space, part, lanes, _ in port.parts(addresses(selection), selection):
-                for name in set().union(*ends) if space == "global" else ():
-                    readers.store(position, name, machine.lanes_of(lanes), part)
+        def store(lanes: np.ndarray) -> None:
+            for space, part, some, _ in port.parts(addresses(lanes), lanes):
+                if space == "global":
+                    readers.store(position, names, machine.lanes_of(some), part)
 
         return store
 
 
-def _closure(names: set[str], ways: list[tuple[set[str], set[str]]]) -> set[str]:
-    """The names that ways lead to from some names."""
+def _reached(names: set[str], ways: Sequence[tuple[Set[str], Set[str]]]) -> set[str]:
+    """The names that ways lead to from some names. It is fastest if the ways stand in order."""
     found, size = set(names), -1
     while len(found) > size:
         size = len(found)
@@ -137,6 +159,12 @@ def _closure(names: set[str], ways: list[tuple[set[str], set[str]]]) -> set[str]
             if not found.isdisjoint(start):
                 found |= end
     return found
+
+
+def _way(instruction: Instruction) -> _Way:
+    ends = tuple(frozenset(names_of([operand])) for operand in _ends(instruction))
+    sources = names_of(operands_read(instruction)) if _goes_on(instruction) else ()
+    return _Way(frozenset(filter(None, targets(instruction))), frozenset(sources), ends)
 
 
 def _goes_on(instruction: Instruction) -> bool:
@@ -157,22 +185,14 @@ def _bits_mixed(instruction: Instruction) -> int | None:
     return int(bits.value) if instruction.has("bfly") and isinstance(bits, Immediate) else 0
 
 
-def _is_in(instruction: Instruction, space: str) -> bool:
-    return space_of(instruction) in (space, "generic")
-
-
-def _results(instruction: Instruction) -> set[str]:
-    return set(filter(None, targets(instruction)))
-
-
-def _sources(instruction: Instruction) -> set[str]:
-    return set(names_of(operands_read(instruction)))
+def _reads_shared(instruction: Instruction) -> bool:
+    return instruction.name in _LOADS and space_of(instruction) in ("shared", "generic")
 
 
 def _ends(instruction: Instruction) -> tuple[Operand, ...]:
     """The operands of an instruction at which values of a box are looked at."""
     operands, name = instruction.operands, instruction.name
-    if name in _STORES and _is_in(instruction, "global"):
+    if name in _STORES and space_of(instruction) in ("global", "generic"):
         return operands[2 if name == "atom" else 1 :]
     if name == "mma" and has_rows_and_columns(instruction):
         return operands[1:3]

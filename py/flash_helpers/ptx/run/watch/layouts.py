@@ -72,7 +72,7 @@ class Layouts:
         if not self._boxes:
             return
         numbers = self._box[places // CHUNK]
-        if numbers.any() and self.readers.follows(position):
+        if numbers.any():
             self.readers.load(position, lanes, places % self._stride, numbers, self._boxes)
 
     # -- checks ------------------------------------------------------------------------------------

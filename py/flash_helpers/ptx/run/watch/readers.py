@@ -20,11 +20,15 @@ of the swizzle begin at the box, and not at a multiple of its length ("Swizzling
 the reader's if its rule holds in every warp, while the true columns break the rule in one of them.
 Copies of an instruction in an unrolled loop read different rows of a box, so they are judged
 together: by their line of source, or else by their basic block.
+
+All blocks are alike, and so are the passes of a loop. So the lint looks at the first block of a
+batch, or cluster, and at the first _MOST_LOADS loads of a line: a tile or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -57,6 +61,8 @@ _LOAD = np.int64(0x1E37_79B9_7F4A_7C15)
 
 _ALL_BITS = WARP - 1
 """Bits of a lane: a value that was exchanged and combined by all of them is one for the warp."""
+
+_MOST_LOADS = 32
 
 _Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Whether a rule holds in each warp, from steps (warps, pairs) and the pairs that count."""
@@ -161,8 +167,11 @@ class Readers:
         self.begin: Callable[[], Callable[[], Mapping[int, Sequence[str]]] | None] | None = None
         self.held: dict[str, Trace] = {}
         """The traces of registers with values from boxes, over all lanes."""
+        self._is_watched = geometry.cluster_of(np.arange(geometry.lanes)) == 0
+        self._watched = np.flatnonzero(self._is_watched)
         self._followed: Mapping[int, Sequence[str]] | None = None
         self._loads = 0
+        self._loads_of: Counter[Hashable] = Counter()
         # In order of the swizzle, whose widest is told of where values come from several boxes.
         self._origins: dict[int, tuple[int, Placed]] = {}
         self._origin_of: dict[tuple[int, Placed], int] = {}
@@ -170,13 +179,13 @@ class Readers:
 
     # -- registers ---------------------------------------------------------------------------------
 
-    def follows(self, position: int) -> bool:
-        """Whether the values that a load of a box reads are followed."""
-        if self._followed is None:
-            begin = self.begin and self.begin()
-            assert begin is not None
-            self._followed = begin()
-        return position in self._followed
+    def among(self, selection: Selection) -> np.ndarray:
+        """The lanes of a selection that are followed."""
+        if isinstance(selection, slice):
+            first, end, _ = selection.indices(len(self._is_watched))
+            low, high = np.searchsorted(self._watched, (first, end))
+            return self._watched[low:high]
+        return selection[self._is_watched[selection]]
 
     def load(
         self,
@@ -188,7 +197,17 @@ class Readers:
     ) -> None:
         """Lanes load bytes at addresses of their blocks. `numbers`: of each lane's box in `boxes`,
         from 1 on; 0 for none."""
-        assert self._followed is not None
+        if self._followed is None:
+            begin = self.begin and self.begin()
+            assert begin is not None
+            self._followed = begin()
+        where = self._where(position)
+        is_due = position in self._followed and self._loads_of[where] < _MOST_LOADS
+        mine = self._is_watched[lanes] if is_due else np.zeros(0, bool)
+        if not mine.any():
+            return
+        lanes, addresses, numbers = lanes[mine], addresses[mine], numbers[mine]
+        self._loads_of[where] += 1
         self._loads += 1
         found, own = np.unique(numbers, return_inverse=True)
         table = [(0, 1, 0, 0)] if found[0] == 0 else []
@@ -204,6 +223,10 @@ class Readers:
         for name in self._followed[position]:
             self.put(name, lanes, trace)
 
+    def _where(self, position: int) -> Hashable:
+        """A key that the copies of an instruction in an unrolled loop have in common."""
+        return self._log.site(position).source or self._log.program.block_of[position]
+
     def _origin(self, position: int, box: Placed) -> int:
         key = (position, box)
         if key not in self._origin_of:
@@ -211,69 +234,71 @@ class Readers:
             self._origin_of[key], self._origins[index] = index, key
         return self._origin_of[key]
 
-    def of(self, name: str, selection: Selection) -> Trace | None:
-        """The trace of a register; None if it holds nothing of a box."""
-        held = self.held.get(name)
-        if held is None:
-            return None
-        return Trace(held.steps[..., selection], held.loads[selection], held.origins[selection])
+    def of(self, name: str, lanes: np.ndarray) -> Trace:
+        """The trace of a register among `held`."""
+        held = self.held[name]
+        return Trace(held.steps[..., lanes], held.loads[lanes], held.origins[lanes])
 
-    def put(self, name: str, selection: Selection, trace: Trace | None) -> None:
+    def put(self, name: str, lanes: np.ndarray, trace: Trace | None) -> None:
         """Lanes have written a register."""
         held = self.held.get(name)
         if trace is None:
             if held is not None:
-                held.steps[..., selection] = 0
-                held.loads[selection] = 0
+                held.steps[..., lanes] = 0
+                held.loads[lanes] = 0
                 if not held.loads.any():
                     del self.held[name]
             return
         if held is None:
-            lanes = self._geometry.lanes
-            steps = np.zeros((len(_DISTANCES), _VIEWS, lanes), np.int32)
-            held = Trace(steps, np.zeros(lanes, np.int64), np.zeros(lanes, np.int32))
+            count = self._geometry.lanes
+            steps = np.zeros((len(_DISTANCES), _VIEWS, count), np.int32)
+            held = Trace(steps, np.zeros(count, np.int64), np.zeros(count, np.int32))
             self.held[name] = held
         for mine, new in zip(held, trace, strict=True):
-            mine[..., selection] = new
+            mine[..., lanes] = new
 
     # -- where the values go -----------------------------------------------------------------------
 
-    def store(self, position: int, name: str, lanes: np.ndarray, addresses: np.ndarray) -> None:
-        """Lanes, in ascending order, write a register to global memory."""
-        pairs = self._pairs(_NEXT, name, lanes)
-        if pairs is None:
-            return
+    def store(
+        self, position: int, names: Collection[str], lanes: np.ndarray, addresses: np.ndarray
+    ) -> None:
+        """Lanes, in ascending order, write registers to global memory."""
         warps, place = _warps(lanes)
         to = np.zeros(warps.size * WARP, np.int64)
         to[place] = addresses
         results = np.diff(to.reshape(-1, WARP), axis=1)
-        across = _is_across(pairs.steps[_TRUE])
-        self._judge("row", position, pairs, ~across, partial(_are_multiples, results))
-        self._judge("rows", position, pairs, across, partial(_are_constant, results))
+        for pairs in self._pairs(_NEXT, names, lanes):
+            across = _is_across(pairs.steps[_TRUE])
+            self._judge("row", position, pairs, ~across, partial(_are_multiples, results))
+            self._judge("rows", position, pairs, across, partial(_are_constant, results))
 
-    def multiply(self, position: int, matrix: str, name: str, lanes: np.ndarray) -> None:
-        """Whole warps multiply by a register of a matrix, A or B."""
-        pairs = self._pairs(_GROUP, name, lanes)
-        if pairs is not None:
+    def multiply(
+        self, position: int, matrix: str, names: Collection[str], lanes: np.ndarray
+    ) -> None:
+        """Whole warps multiply by registers of a matrix, A or B."""
+        for pairs in self._pairs(_GROUP, names, lanes):
             self._judge(matrix, position, pairs, pairs.are_compared, _are_of_one_column)
 
-    def _pairs(self, distance: int, name: str, lanes: np.ndarray) -> _Pairs | None:
-        """The pairs among lanes; None if none can be compared."""
-        held = self.held.get(name)
-        if held is None:
-            return None
+    def _pairs(self, distance: int, names: Collection[str], lanes: np.ndarray) -> Iterator[_Pairs]:
+        """The pairs among lanes, once for registers of the same loads, such as parts of a
+        vector."""
         warps, place = _warps(lanes)
-        count = _DISTANCES[distance]
-        mine = np.zeros(warps.size * WARP, np.int64)
-        mine[place] = held.loads[lanes]
-        loads = mine.reshape(-1, WARP)
-        steps = held.steps[distance].reshape(_VIEWS, -1, WARP)[:, warps, :-count].astype(np.int64)
-        both = (loads[:, :-count] == loads[:, count:]) & (loads[:, :-count] != 0)
-        both &= (steps[_TRUE] != 0) & ~_is_mixed(loads[:, :-count])
-        if not both.any():
-            return None
-        numbers = warps[:, None] * WARP + np.arange(WARP - count)
-        return _Pairs(numbers, both, steps, held.origins[numbers])
+        apart, seen = _DISTANCES[distance], set()
+        for held in (self.held[name] for name in names if name in self.held):
+            loads = np.zeros(warps.size * WARP, np.int64)
+            loads[place] = held.loads[lanes]
+            key = loads.tobytes()
+            if key in seen:
+                continue
+            seen.add(key)
+            one, other = (
+                loads.reshape(-1, WARP)[:, n] for n in (slice(-apart), slice(apart, None))
+            )
+            steps = held.steps[distance].reshape(_VIEWS, -1, WARP)[:, warps, :-apart]
+            both = (one == other) & (one != 0) & ~_is_mixed(one) & (steps[_TRUE] != 0)
+            if both.any():
+                numbers = warps[:, None] * WARP + np.arange(WARP - apart)
+                yield _Pairs(numbers, both, steps.astype(np.int64), held.origins[numbers])
 
     def _judge(
         self, rule: str, position: int, pairs: _Pairs, chosen: np.ndarray, holds: _Rule
@@ -283,8 +308,13 @@ class Readers:
         if not chosen.any():
             return
         box = self._origins[int(pairs.origins[chosen][0])][1]
-        where = self._log.site(position).source or self._log.program.block_of[position]
-        key = (rule, where, box.position, box.map.swizzle_bytes, box.start % box.repeat)
+        key = (
+            rule,
+            self._where(position),
+            box.position,
+            box.map.swizzle_bytes,
+            box.start % box.repeat,
+        )
         if key not in self._verdicts:
             self._verdicts[key] = _Verdict(box)
         verdict, true = self._verdicts[key], pairs.steps[_TRUE]
@@ -366,7 +396,7 @@ def _is_across(steps: np.ndarray) -> np.ndarray:
 
 def _firsts(values: np.ndarray, of: np.ndarray) -> np.ndarray:
     """The first value of each warp that counts, (n, 1)."""
-    return np.take_along_axis(values, of.argmax(axis=1)[:, None], axis=1)
+    return values[np.arange(len(of)), of.argmax(axis=1)][:, None]
 
 
 def _are_multiples(results: np.ndarray, steps: np.ndarray, of: np.ndarray) -> np.ndarray:
