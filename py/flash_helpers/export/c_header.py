@@ -179,9 +179,9 @@ struct {self.name}_launch {{
         )
         return f"""\
 // Returns 0 and fills in the launch; or returns 1, and writes the reason to `reason`, which has
-// `size` bytes.{ahead if buffers else ""}
-static inline int {name}_plan(const struct {name}_call *call, struct {name}_launch *launch,
-        char *reason, size_t size) {{
+// `reason_size` bytes.{ahead if buffers else ""}
+static inline int {name}_plan(const struct {name}_call *call,
+        struct {name}_launch *launch, char *reason, size_t reason_size) {{
 {inputs}
 {"".join(map(self._range_check, launch.inputs))}\
 {"".join(f"    const int64_t {line};" + chr(10) for line in self.shared.definitions)}\
@@ -198,7 +198,7 @@ static inline int {name}_plan(const struct {name}_call *call, struct {name}_laun
             outside = f"!({least} <= {name} && {name} <= {most})"  # NaN is outside, too
             return _refused(outside, f"{name} %g is not finite", [name])
         return (
-            f'    if (flash_is_outside("{name}", {name}, {least}, {most}, reason, size))\n'
+            f'    if (flash_is_outside("{name}", {name}, {least}, {most}, reason, reason_size))\n'
             "        return 1;\n"
         )
 
@@ -246,9 +246,8 @@ static inline int {name}_plan(const struct {name}_call *call, struct {name}_laun
 def _refused(condition: str, text: str, arguments: Iterable[str]) -> str:
     quoted = text.replace("\\", "\\\\").replace('"', '\\"')
     given = ", ".join([f'"{quoted}"', *arguments])
-    return (
-        f"    if ({condition})\n        return flash_refuse(reason, size,\n            {given});\n"
-    )
+    refusal = f"return flash_refuse(reason, reason_size,\n            {given});"
+    return f"    if ({condition})\n        {refusal}\n"
 
 
 def _meaning(given: Input) -> str:
@@ -281,7 +280,7 @@ class _Shared:
         self.definitions: list[str] = []
         for formula in self._found:
             if self._uses[formula.text] > 1 and not formula.is_real:
-                name = f"v{len(self._names)}"
+                name = f"part{len(self._names)}"
                 self.definitions.append(f"{name} = {_bare(self._expression(formula))}")
                 self._names[formula.text] = name
 

@@ -166,7 +166,7 @@ class _Tracer:
         return self.used is not None and name in self.used
 
     def _field(self, field: Field[Any]) -> Formula:
-        text = field.metadata["help"]
+        text = field.metadata["help"].replace("by default", "usually")  # C has no defaults
         if field.type == "float":
             return self._input(field.name, "real", -_MOST_REAL, _MOST_REAL, text)
         if field.type == "bool":
