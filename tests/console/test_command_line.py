@@ -85,6 +85,7 @@ OUTPUTS = {
     "benchmarks/simulator.py": ["--json"],
     "benchmarks/simulator_speed.py": ["--json"],
     "tools/analysis/check_counts.py": ["--json", "--raw"],
+    "tools/analysis/check_live_registers.py": ["--json"],
     "tools/analysis/check_resources.py": ["--baseline"],
     "tools/analysis/compare_kernels.py": ["--html"],
     "tools/benchmark/ncu_bench.py": ["--csv", "--json", "--raw"],

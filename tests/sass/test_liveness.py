@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fake_backend import run_tool
 from sass_text import kernel
 
+from flash_helpers.measure import live_registers
+from flash_helpers.measure.live_registers import (
+    LiveComparison,
+    LiveRecord,
+    compare_library,
+    compared,
+    listed,
+)
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.sass.read.liveness import live_registers, why_unknown
+from flash_helpers.sass.read.disassembler import find_disassemblers
+from flash_helpers.sass.read.liveness import live_registers as found_live
+from flash_helpers.sass.read.liveness import why_unknown
 from flash_helpers.sass.read.reader import chosen_kernels, load_kernels
-from flash_helpers.sass.read.records import Kernel, LiveRegisters
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Kernel, LiveRegisters
 
 pytestmark = pytest.mark.slow
 
-COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
 
-
-def listed(text: str) -> Iterator[tuple[str, int, LiveRegisters]]:
-    """Kernel, address and counts in a listing of nvdisasm; columns without any are left out."""
-    symbol, columns = "", []
-    for line in text.split("\n"):
-        if section := re.search(r"\.section\s+\.text\.([^\s,]+)", line):
-            symbol = section[1]
-        if "GPR" in line:
-            columns = [cell.strip() for cell in line.partition("// |")[2].split("|")]
-        if row := re.match(r"\s*/\*([0-9a-f]{4,})\*/.*// \|(.*)", line):
-            counts = dict(zip(columns, row[2].split("|"), strict=False))
-            numbers = (int(counts.get(column, "").strip() or 0) for column in COLUMNS)
-            yield symbol, int(row[1], 16), LiveRegisters(*numbers)
-
-
-def check(path: Path, nvdisasm: Callable[..., str], *options: str) -> int:
+def check(path: Path) -> int:
     """Every count of nvdisasm is that of the reader; returns their number."""
-    kernels = {k.symbol: k for k in load_kernels(path)}
-    rows = [*listed(nvdisasm("-c", "-plr", "-lrm", "count", *options, path))]
-    for symbol, address, told in rows:
-        instruction = kernels[symbol].instructions[address // 16]
-        assert instruction.live == told, (symbol, hex(address), instruction.text)
+    rows = compared(path, find_disassemblers("nvdisasm")[0].path)
+    for of, address, live, is_equal in rows:
+        text = of.instructions[address // INSTRUCTION_BYTES].text
+        assert is_equal, (of.symbol, hex(address), text, live)
     return len(rows)
 
 
@@ -52,12 +43,12 @@ def check(path: Path, nvdisasm: Callable[..., str], *options: str) -> int:
         "one.sm_90a",
     ],
 )
-def test_are_those_of_nvdisasm(name: str, planted: Path, nvdisasm) -> None:
-    assert check(planted / f"{name}.cubin", nvdisasm) > 5
+def test_are_those_of_nvdisasm(name: str, planted: Path) -> None:
+    assert check(planted / f"{name}.cubin") > 5
 
 
 @pytest.mark.parametrize("name", ["v9_bf16_d128_Br64", "s2_fp32", "h2_bf16"])
-def test_of_the_library_are_those_of_nvdisasm(name: str, nvdisasm, tmp_path: Path) -> None:
+def test_of_the_library_are_those_of_nvdisasm(name: str, tmp_path: Path) -> None:
     member, _ = next(
         pair
         for pair in chosen_kernels(installed_library(), None, [name], "")
@@ -65,7 +56,45 @@ def test_of_the_library_are_those_of_nvdisasm(name: str, nvdisasm, tmp_path: Pat
     )
     path = tmp_path / "one.cubin"
     path.write_bytes(member.read())
-    assert check(path, nvdisasm) > 50
+    assert check(path) > 50
+
+
+def test_a_column_that_nvdisasm_leaves_out_is_zero() -> None:
+    listing = """
+        .section        .text.one,"ax",@progbits
+                                              // |  GPR  | UGPR  |
+        /*0000*/                   S2R R0 ;   // |  1    |       |
+        /*0010*/                   EXIT ;     // |       |  3    |
+    """
+    assert [*listed(listing)] == [
+        ("one", 0, LiveRegisters(1, 0, 0, 0)),
+        ("one", 0x10, LiveRegisters(0, 0, 3, 0)),
+    ]
+
+
+def test_a_library_is_compared_and_the_differences_are_counted(monkeypatch, planted) -> None:
+    path = planted / "unrolled.sm_90.cubin"
+    found = compare_library(path, ["sm_90"], "0123456789")
+    (record,) = found.architectures
+    assert (record.architecture, record.kernels) == ("sm_90", 1)
+    assert record.equal == record.instructions > 50
+    assert found.ptxas == "13.0.88" and found.nvdisasm.startswith("13.")
+    number = record.instructions
+    assert f"| sm_90 | 1 | {number} | {number} | 100.000% |" in found.markdown()
+    (own,) = load_kernels(path)
+    wrong = [
+        (own.symbol, 0, LiveRegisters(255, 0, 0, 0)),
+        (own.symbol, 16, own.instructions[1].live),
+    ]
+    monkeypatch.setattr(live_registers, "listed", lambda text: wrong)
+    (record,) = compare_library(path, ["sm_90"], "").architectures
+    assert record == LiveRecord("sm_90", 1, 2, 1)
+
+
+def test_the_file_has_both_architectures_of_the_page(root: Path) -> None:
+    found = LiveComparison.load(root / live_registers.RESULTS)
+    assert [record.architecture for record in found.architectures] == ["sm_90", "sm_90a"]
+    assert all(0 < record.equal <= record.instructions for record in found.architectures)
 
 
 def test_of_an_older_compiler_are_those_of_the_newer(load) -> None:
@@ -81,7 +110,7 @@ def test_of_an_older_compiler_are_those_of_the_newer(load) -> None:
 
 def general(text: str, *starts: int) -> list[int]:
     planted = kernel(text)
-    found = live_registers(planted.instructions, planted.blocks, starts)
+    found = found_live(planted.instructions, planted.blocks, starts)
     return [live.general - 1 for live in found]  # less the stack pointer
 
 

@@ -25,7 +25,12 @@ from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
 from flash_helpers.course.links import nav_block, next_block, path_block, picture_block
 from flash_helpers.course.number_blocks import SOURCES, numbers_block
-from flash_helpers.course.sass_blocks import bound_block, listing_block, sass_block
+from flash_helpers.course.sass_blocks import (
+    bound_block,
+    listing_block,
+    live_registers_block,
+    sass_block,
+)
 from flash_helpers.course.short_forms import short_forms_block
 from flash_helpers.course.step_blocks import diff_block, facts_block
 from flash_helpers.registry.selection import UsageError
@@ -118,6 +123,9 @@ KINDS: Mapping[str, Kind] = {
     "best": Kind("", "the speed of attention() beside the libraries, by GPU", best_block),
     "supports": Kind("", "the problems that the kernels take", supports_block),
     "calls": Kind("NAME", "benchmarks/results/NAME.json, host time per call", calls_block, 1, 1),
+    "live_registers": Kind(
+        "", "the share of live registers that are those of nvdisasm", live_registers_block
+    ),
     "short_forms": Kind("", "the meaning of each part of a short form", short_forms_block),
     PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
     "nav": Kind(

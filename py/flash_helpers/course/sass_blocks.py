@@ -10,6 +10,7 @@ from flash_helpers.course.columns import INDENT, changes, columns_table, folded_
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import words_note
 from flash_helpers.course.step_blocks import compiled_for, occupancy, spills_text
+from flash_helpers.measure.live_registers import RESULTS, LiveComparison
 from flash_helpers.measure.machine_code import ConfigFacts
 from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
@@ -155,6 +156,11 @@ def _is_measured(found: Sequence[ConfigFacts]) -> bool:
 
 def _limit(name: str) -> str:
     return {ISSUE: "issue slots", LATENCY: "latency of one warp"}.get(name, f"{name} pipe")
+
+
+def live_registers_block(evidence: Evidence, arguments: Arguments) -> str:
+    """Shares of instructions whose live registers are those of nvdisasm."""
+    return LiveComparison.load(evidence.root / RESULTS).markdown()
 
 
 def listing_block(evidence: Evidence, arguments: Arguments) -> str:

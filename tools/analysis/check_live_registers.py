@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Compare the numbers of live registers with those of nvdisasm."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import flash_helpers.console.quiet_start  # noqa: F401
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.console.command_line import (
+    add_architecture_argument,
+    add_commit_argument,
+    make_parser,
+    output_file,
+    run_tool,
+)
+from flash_helpers.console.progress import bar
+from flash_helpers.measure.live_registers import RESULTS, compare_library
+from flash_helpers.measure.machine import git_commit
+from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.sass.read.records import SassError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DESCRIPTION = """\
+Compare the number of live registers at each instruction of the library's kernels, as the tools find
+it by data flow, with the number that nvdisasm prints. The tool needs nvdisasm of CUDA 13: pip
+install nvidia-cuda-nvdisasm
+"""
+
+EXAMPLES = f"""\
+examples:
+  the kernels for sm_90 and sm_90a, written into {RESULTS}:
+    python tools/analysis/check_live_registers.py
+  those for sm_80, written elsewhere:
+    python tools/analysis/check_live_registers.py --arch sm_80 --json live_registers.json
+
+exit status: 0 compared, 2 wrong usage or a library that cannot be read, 130 interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print and write; returns the exit status."""
+    parser = make_parser(DESCRIPTION, EXAMPLES)
+    parser.add_argument("--library", type=Path, metavar="FILE", help="(default: installed)")
+    add_architecture_argument(
+        parser, "(default: sm_90 sm_90a)", nargs="+", default=["sm_90", "sm_90a"]
+    )
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"(default: {RESULTS})",
+    )
+    add_commit_argument(parser)
+    arguments = parser.parse_args(argv)
+
+    def run() -> None:
+        found = compare_library(
+            arguments.library or installed_library(),
+            arguments.arch,
+            arguments.commit or git_commit(ROOT),
+            lambda cubins: bar(cubins, desc="compare", unit="cubin"),
+        )
+        print(found.table().text())
+        found.save(arguments.json)
+
+    return run_tool(run, SassError, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
