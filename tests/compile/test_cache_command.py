@@ -20,6 +20,8 @@ from flash_helpers.compile.sources import Unit
 from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 
+pytestmark = pytest.mark.slow
+
 V1, V2 = get_kernel_progression_configs()[0], get_kernel_progression_configs()[2]
 NAMES = sorted(config.short_form() for config in (V1, V2))
 

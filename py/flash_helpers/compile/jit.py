@@ -320,14 +320,3 @@ def units_of(config: Config) -> tuple[Unit, ...]:
     """Return the translation unit of each of a config's kernels, in the order of
     `config.kernels`."""
     return tuple(Unit(name, kernel_unit(config, f)) for f, name in config.kernels.items())
-
-
-def compiled(config: Config, function: str, target: str) -> Compiled:
-    """Return one of a config's kernels, compiled by this process's Jit.
-
-    `function`: one of the family's kernels, the first if it is empty. Raises BuildError, and
-    RuntimeError if the package or its sources are missing.
-    """
-    number = list(config.kernels).index(function) if function else 0
-    (found,) = default_jit().get([units_of(config)[number]], target)
-    return found
