@@ -46,15 +46,23 @@ class BuildKernels(Command):
         self.set_undefined_options("build", ("build_lib", "build_lib"))
 
     def run(self):
-        from flash_helpers.compile.build import build_package, copy_built_files
+        from flash_helpers.compile.build import build_package, copy_built_files, copy_sources
+        from flash_helpers.compile.package import COMPILED_FOLDER, SOURCES_FOLDER
+        from flash_helpers.compile.prebuild import prebuild
         from flash_helpers.compile.toolchain import BuildError
 
+        def report(line):
+            print(line, flush=True)
+
         try:
-            build_package(ROOT, ROOT / PACKAGE, report=lambda line: print(line, flush=True))
+            build_package(ROOT, ROOT / PACKAGE, report)
+            if not self.editable_mode:
+                package = Path(self.build_lib) / PACKAGE
+                copy_built_files(ROOT / PACKAGE, package)
+                copy_sources(ROOT, package / SOURCES_FOLDER)
+                prebuild(ROOT, package / COMPILED_FOLDER, report)
         except (BuildError, OSError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
-        if not self.editable_mode:
-            copy_built_files(ROOT / PACKAGE, Path(self.build_lib) / PACKAGE)
 
     def get_source_files(self):
         return []  # MANIFEST.in lists them

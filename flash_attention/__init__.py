@@ -6,7 +6,8 @@
     y = flash_attention.run("s3_bf16_w8_c4", x)["y"]  # another operation: softmax along rows
 
 On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
-`kernels()` lists the kernels of the library; `python -m flash_attention` prints them.
+`kernels()` lists the kernels; `python -m flash_attention` prints them. One that the library does
+not hold is compiled at its first call, or by `prepare()` before.
 `best_config()` gives the fastest config of a step on a GPU, according to sweeps.
 FLASH_ATTENTION_LOGLEVEL, read at import, makes a log of calls (`flash_helpers.runtime.call_log`).
 """
@@ -17,7 +18,14 @@ if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     # On the way to __main__, which needs none of these imports and imports torch later.
     import flash_helpers.console.quiet_start  # noqa: F401
 else:
-    from flash_attention._forward import attention, forward, forward_timed, run, simulate
+    from flash_attention._forward import (
+        attention,
+        forward,
+        forward_timed,
+        prepare,
+        run,
+        simulate,
+    )
     from flash_helpers import __version__
     from flash_helpers.runtime.call import resources
     from flash_helpers.runtime.library import KernelResources, kernels
@@ -31,6 +39,7 @@ __all__ = [
     "forward",
     "forward_timed",
     "kernels",
+    "prepare",
     "resources",
     "run",
     "simulate",

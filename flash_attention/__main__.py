@@ -1,5 +1,4 @@
-"""Print the kernels of the library, the GPU that it would run on, and the simulator; or run a
-command."""
+"""Print the kernels, the GPU that they would run on, and their compiler; or run a command."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ import json
 import sys
 from typing import Any
 
-from flash_helpers.compile.build import PTX_FOLDER
+from flash_helpers.compile.jit import default_jit
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.runtime import library
 
 PROG = "python -m flash_attention"
 
 DESCRIPTION = """\
-Print the kernels of the library, the GPU that it would run on, and the simulator; or run a command.
+Print the kernels, the GPU that they would run on, and their compiler; or run a command.
 
 commands, each with a --help of its own:
   cache     list and remove the kernels that were compiled at first use
@@ -56,11 +55,12 @@ def device_text() -> str:
     return "none (torch finds no CUDA device or no driver for it)"
 
 
-def simulator_text(n_kernels: int) -> str:
-    """Sentence on the computation of CPU tensors."""
-    folder = library.package_folder() / PTX_FOLDER
-    n_files = len(list(folder.glob("*.ptx")))
-    return f"CPU tensors run the PTX of {n_files} of {n_kernels} kernels in {folder}"
+def compiler_text() -> str:
+    """The compiler of kernels at first use, or the reason why there is none."""
+    try:
+        return default_jit().compiler.name
+    except RuntimeError as error:
+        return f"none ({error})"
 
 
 def summary() -> dict[str, Any]:
@@ -75,7 +75,8 @@ def summary() -> dict[str, Any]:
         "architectures": library.architectures(),
         "torch": torch.__version__,
         "device": device_text(),
-        "simulator": simulator_text(len(kernels)),
+        "compiler": compiler_text(),
+        "cache": str(default_jit().cache.writable),
         "kernels": kernels,
     }
 

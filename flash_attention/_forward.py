@@ -11,9 +11,10 @@ import torch
 from torch.autograd import forward_ad
 
 from flash_helpers.gpu import Device
-from flash_helpers.kernel_configs import AttentionForward, Config, Element
+from flash_helpers.kernel_configs import AttentionForward, Config, Element, Problem
 from flash_helpers.ptx import Run
-from flash_helpers.runtime.call import compute, prepare
+from flash_helpers.runtime.call import compile_ahead, compute
+from flash_helpers.runtime.call import prepare as ready_call
 from flash_helpers.runtime.library import resolve
 from flash_helpers.runtime.tensors import (
     Laid,
@@ -222,12 +223,21 @@ def _simulated_text(problem: AttentionForward) -> str:
     )
 
 
+def _compile_while_tracing(config: Config, device: torch.device) -> None:
+    """Compile a config's kernels while torch.compile or torch.export traces a call of it, so that
+    no run of what they make has to. Fake tensors alone, as of FakeTensorMode, compile nothing."""
+    is_traced = torch._guards.TracingContext.try_get() is not None
+    if is_traced and (device.type == "cpu" or torch.cuda.is_available()):
+        compile_ahead(config.siblings(), device)
+
+
 def _fake(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
     _config(cfg)
     given = {"q": q, "k": k, "v": v}
     check_problem(resolve(cfg), given, softmax_scale=softmax_scale)
+    _compile_while_tracing(resolve(cfg), q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -244,13 +254,15 @@ def _fake_out(
     given = {"q": q, "k": k, "v": v, "o": o}
     given = given if lse is None else {**given, "lse": lse}
     check_problem(resolve(cfg), given, softmax_scale=softmax_scale)
+    _compile_while_tracing(resolve(cfg), q.device)
 
 
 def _fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
     given = {"q": q, "k": k, "v": v}
-    _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
+    config = _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
+    _compile_while_tracing(config, q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -258,7 +270,8 @@ def _fake_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = {"q": q, "k": k, "v": v, "lse": _new_lse(q)}
-    _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
+    config = _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
+    _compile_while_tracing(config, q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), given["lse"]
 
 
@@ -348,7 +361,7 @@ def forward(
     """Compute softmax(q kᵀ · softmax_scale) v for each batch and head, by the kernel of `cfg`. If
     the config is causal, the mask is that of `attention`.
 
-    cfg: a config of the library, or its short form (`kernels()` lists them).
+    cfg: a config, or its short form (`kernels()` lists configs; any other valid one will do).
     q, k, v: (batch, seq, heads, d_head), with the config's dtype, on one device. `cfg.supports`
         tells the shapes: d_head 128, and one seq for all tensors that is a multiple of B_r and B_c,
         unless the step takes more. Strides are multiples of 8 elements, 1 in the last dimension.
@@ -365,8 +378,8 @@ def forward(
     shows an estimate of the time and a progress bar. There is no backward pass: differentiating
     through the result raises RuntimeError.
 
-    Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument and for a
-    config that was not built; RuntimeError on a device that is neither the CPU nor CUDA of compute
+    Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument;
+    RuntimeError on a device that is neither the CPU nor CUDA of compute
     capability 8.0, and with CUDA's text if the launch fails. After these errors no kernel has run.
     A fault that the simulator finds in the kernel is a RuntimeError with the fault's text, and `o`
     is unchanged.
@@ -403,7 +416,7 @@ def forward_timed(
     check_types(inputs if o is None else {**inputs, "o": o})
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     _config(name)
-    call = prepare(name, q, k, v, o)
+    call = ready_call(name, q, k, v, o)
     if call.is_simulated:
         raise RuntimeError(
             "forward_timed needs a CUDA device and the tensors are on the CPU, where kernels are "
@@ -424,8 +437,8 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Compute any operation by the kernel of `cfg`; return its outputs by name.
 
-    cfg: a config of the library, or its short form (`kernels()` lists them). Its operation defines
-        the tensors, such as x and y for the softmax along rows.
+    cfg: a config, or its short form (`kernels()` lists configs; any other valid one will do). Its
+        operation defines the tensors, such as x and y for the softmax along rows.
     tensors: inputs, then outputs, in the operation's order. An output that is None or left out is
         allocated, contiguous. A given output is written; it must not overlap other tensors.
     options: of the operation, such as softmax_scale.
@@ -457,9 +470,38 @@ def run(
             "flash_attention has no backward pass: call it under torch.no_grad(), or on "
             f"{next(iter(given))}.detach()"
         )
-    call = prepare(config, *tensors, **options)
+    call = ready_call(config, *tensors, **options)
     call.run()
     return call.outputs
+
+
+def prepare(
+    *what: Config | str | Problem, device: torch.device | str | int | None = None
+) -> list[Config]:
+    """Compile kernels, several at once, so that no call has to; return their configs.
+
+    A kernel that the library does not hold is otherwise compiled when it is first called, which
+    takes seconds and is refused while a CUDA graph is captured. Compiled kernels are kept in a
+    cache (`python -m flash_attention cache`). Under torch.compile, kernels are compiled while a
+    call is traced.
+
+    what: configs, short forms, or problems such as AttentionForward(...), which stand for the
+        kernel that `attention` takes.
+    device: where they will run: the current CUDA device by default, or the CPU without one.
+
+    Raises ValueError for a text that is no short form, and for a problem that no kernel computes;
+    RuntimeError for a device that cannot run a kernel, and, with the compiler's text, for a kernel
+    that does not compile.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    found = [
+        choose_config(each, where) if isinstance(each, Problem) else resolve(each) for each in what
+    ]
+    # and those that run in place of these for some strides
+    compile_ahead([sibling for config in found for sibling in config.siblings()], where)
+    return found
 
 
 def simulate(
@@ -490,7 +532,7 @@ def simulate(
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     _config(name)
-    call = prepare(name, q, k, v, o, lse, softmax_scale=softmax_scale)
+    call = ready_call(name, q, k, v, o, lse, softmax_scale=softmax_scale)
     return call.output, call.simulate(keep_going, device)
 
 

@@ -19,7 +19,7 @@ from flash_helpers.registry.families import (
     nearest_config,
     read_configs,
 )
-from flash_helpers.registry.families import kernels_to_build as get_kernels_to_build
+from flash_helpers.registry.families import listed_configs as get_listed_configs
 from flash_helpers.registry.families import progression as get_kernel_progression_configs
 from flash_helpers.registry.families import sweep as get_autotuning_kernel_configs
 from flash_helpers.registry.overlap import OverlapKernelConfig
@@ -42,7 +42,7 @@ __all__ = [
     "find_config",
     "get_autotuning_kernel_configs",
     "get_kernel_progression_configs",
-    "get_kernels_to_build",
+    "get_listed_configs",
     "nearest_config",
     "read_configs",
 ]

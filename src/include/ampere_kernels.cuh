@@ -24,15 +24,12 @@ Kernel v6_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v6_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v7_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q0_K1_V1_db_ffma_kernel();
 Kernel v7_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
-Kernel v7_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v7_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q0_K1_V1_db_ffma_kernel();
 Kernel v7_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
-Kernel v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v8_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v8_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v8_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q0_K1_V1_db_ffma_kernel();
 Kernel v8_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
-Kernel v8_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v9_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v9_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v9_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
@@ -59,10 +56,8 @@ Kernel v14_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()
 Kernel v14_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v15_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v15_fp16_d128_Br128_Bc32_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
-Kernel v15_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v15_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v15_bf16_d128_Br128_Bc32_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
-Kernel v15_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v16_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
 Kernel v16_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_rs2048_kernel();
 Kernel v16_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel();
@@ -143,11 +138,6 @@ inline const std::map<FlashForwardKernelConfig, std::vector<Kernel>> ampere_kern
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
       .optimized_softmax = true, .static_row_stride = 0},
      {v7_fp16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
-    {{.version = 7, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
-      .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
-      .optimized_softmax = true, .static_row_stride = 0},
-     {v7_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
     {{.version = 7, .dtype = DType::BF16, .d_head = 128, .B_r = 64, .B_c = 64, .n_warps = 4,
       .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 0,
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
@@ -158,11 +148,6 @@ inline const std::map<FlashForwardKernelConfig, std::vector<Kernel>> ampere_kern
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
       .optimized_softmax = true, .static_row_stride = 0},
      {v7_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
-    {{.version = 7, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
-      .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
-      .optimized_softmax = true, .static_row_stride = 0},
-     {v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
     {{.version = 8, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 64, .n_warps = 4,
       .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
@@ -183,11 +168,6 @@ inline const std::map<FlashForwardKernelConfig, std::vector<Kernel>> ampere_kern
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
       .optimized_softmax = true, .static_row_stride = 0},
      {v8_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
-    {{.version = 8, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
-      .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
-      .optimized_softmax = true, .static_row_stride = 0},
-     {v8_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
     {{.version = 9, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 64, .n_warps = 4,
       .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
@@ -318,11 +298,6 @@ inline const std::map<FlashForwardKernelConfig, std::vector<Kernel>> ampere_kern
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
       .optimized_softmax = true, .static_row_stride = 0},
      {v15_fp16_d128_Br128_Bc32_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
-    {{.version = 15, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
-      .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
-      .optimized_softmax = true, .static_row_stride = 0},
-     {v15_fp16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
     {{.version = 15, .dtype = DType::BF16, .d_head = 128, .B_r = 64, .B_c = 64, .n_warps = 4,
       .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
@@ -333,11 +308,6 @@ inline const std::map<FlashForwardKernelConfig, std::vector<Kernel>> ampere_kern
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
       .optimized_softmax = true, .static_row_stride = 0},
      {v15_bf16_d128_Br128_Bc32_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
-    {{.version = 15, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
-      .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,
-      .optimized_softmax = true, .static_row_stride = 0},
-     {v15_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_kernel()}},
     {{.version = 16, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 64, .n_warps = 4,
       .async_copy = true, .eager_load_blocks = true, .swizzled = true, .Q_mma_load_K_tiles = 1,
       .K_mma_load_K_tiles = 1, .V_mma_load_K_tiles = 1, .mma_double_buffer_loads = true,

@@ -4,14 +4,8 @@
 #pragma once
 
 #include "ampere_kernels.cuh"
-#include "hopper_kernels.cuh"
-#include "overlap_kernels.cuh"
-#include "softmax_kernels.cuh"
 
 template <typename Take>
 void for_each_map(Take take) {
     take(ampere_kernels);
-    take(overlap_kernels);
-    take(hopper_kernels);
-    take(softmax_kernels);
 }

@@ -23,7 +23,7 @@ from flash_helpers.kernel_configs import (
     Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
-    get_kernels_to_build,
+    get_listed_configs,
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.selection import UsageError
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 TOOL = "tools/debug/sanity_check.py"
 PROGRESSION = get_kernel_progression_configs()
-BUILT = get_kernels_to_build()
+BUILT = get_listed_configs()
 CHECKED = sorted(
     {
         variant

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 from fake_toolchain import fake_toolchain, real_toolchain
-from other_family import OTHER, OtherConfig
 
 import flash_attention
 from flash_helpers.compile import toolchain
 from flash_helpers.compile.build import (
     COMPILE_FLAGS,
+    SOURCE_FOLDERS,
     LibraryBuild,
     architecture_names,
     copy_built_files,
@@ -34,9 +34,9 @@ from flash_helpers.compile.build import (
 )
 from flash_helpers.compile.codegen import (
     KERNEL_HEADER,
-    configs_to_build,
     kernel_map_header,
     kernel_unit,
+    library_configs,
 )
 from flash_helpers.compile.toolchain import (
     PYPI_TOOLCHAIN,
@@ -52,9 +52,7 @@ from flash_helpers.compile.toolchain import (
 from flash_helpers.kernel_configs import (
     FAMILIES,
     STEPS,
-    Element,
     get_kernel_progression_configs,
-    get_kernels_to_build,
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.sass.read.containers import cubins_of
@@ -158,7 +156,7 @@ class TestJobs:
 
 class TestSteps:
     def test_default_to_all(self, root):
-        assert requested_configs(root, {}) == configs_to_build(root)
+        assert requested_configs(root, {}) == library_configs(root)
 
     def test_are_those_that_the_environment_names(self, root):
         found = requested_configs(root, {"FLASH_ATTENTION_STEPS": "v2 7..8"})
@@ -345,6 +343,7 @@ class TestBuild:
         package = tree / "flash_attention"
         assert {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()} == {
             "libflash_attention.so",
+            "built_from.json",
             *(f"ptx/{name}.ptx" for name in (NAME_1, NAME_2)),
             *(f"ptxas/{name}.log" for name in (NAME_1, NAME_2)),
         }
@@ -431,25 +430,6 @@ class TestBuild:
     def test_of_nothing_is_refused(self, build):
         with pytest.raises(BuildError, match="at least one kernel"):
             build(configs=[])
-
-    def test_leaves_out_a_family_that_needs_another_architecture_and_says_so(
-        self, tree, build, monkeypatch
-    ):
-        both = {"ampere": AMPERE, "other": OTHER}
-        monkeypatch.setattr("flash_helpers.compile.build.FAMILIES", both)
-        source = tree / "kernels/other/x3.cuh"
-        source.parent.mkdir(parents=True)
-        source.write_text("// other\n")
-        other = OtherConfig(3, Element.BF16, 128, lazy=True)
-        lines: list[str] = []
-        left = build(architectures=(80,), configs=[V1, other], report=lines.append)
-        assert left == sorted(["flash_attention", NAME_1, "link"])
-        assert "family other needs sm_90a" in lines
-        assert "x3" not in (tree / "build/maps/other_kernels.cuh").read_text()
-        assert other.short_form() in build(architectures=(80, 90), configs=[V1, other])
-        log = tree / "flash_attention/ptxas" / f"{other.short_form()}.log"
-        assert "sm_90a" in (tree / "build/kernels" / f"{other.short_form()}.fatbin").read_text()
-        assert log.is_file()
 
     def test_that_fails_tells_the_units_name_and_the_compilers_words(self, tree, build):
         change(tree / KERNEL_2, "FAIL\n")
@@ -554,14 +534,15 @@ def is_running(pid: int) -> bool:
 
 def test_copy_takes_the_built_files_and_leaves_no_older_ones(tmp_path):
     package, destination = tmp_path / "package", tmp_path / "destination"
-    for name in ("libflash_attention.so", "ptx/a.ptx", "ptxas/a.log", "_private.py"):
+    built = ("libflash_attention.so", "built_from.json", "ptx/a.ptx", "ptxas/a.log")
+    for name in (*built, "_private.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
     (destination / "ptx").mkdir(parents=True)
     (destination / "ptx" / "old.ptx").touch()
     copy_built_files(package, destination)
     files = {str(p.relative_to(destination)) for p in destination.rglob("*") if p.is_file()}
-    assert files == {"libflash_attention.so", "ptx/a.ptx", "ptxas/a.log"}
+    assert files == {*built}
 
 
 def test_wheel_serves_every_python_and_holds_the_built_files(
@@ -593,9 +574,17 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
         "flash_attention/__init__.py",
         "flash_attention/py.typed",
         "flash_attention/libflash_attention.so",
-        *(f"flash_attention/ptx/{config.short_form()}.ptx" for config in get_kernels_to_build()),
-        *(f"flash_attention/ptxas/{config.short_form()}.log" for config in get_kernels_to_build()),
+        "flash_attention/built_from.json",
+        *(f"flash_attention/ptx/{config.short_form()}.ptx" for config in library_configs(tree)),
+        *(f"flash_attention/ptxas/{config.short_form()}.log" for config in library_configs(tree)),
+        *(
+            f"flash_attention/sources/{path.relative_to(tree)}"
+            for folder in SOURCE_FOLDERS
+            for path in (tree / folder).rglob("*")
+            if path.suffix == ".cuh" or path.match("best_*.json")
+        ),
     }
+    assert "flash_attention/sources/kernels/hopper/h30.cuh" in files
 
 
 @pytest.mark.parametrize(
@@ -661,7 +650,7 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
     assert NAME_1 in kernel.symbol
     change(tree / "src/include/shared.cuh")
     assert NAME_1 in " ".join(build())
-    assert build() == ["family hopper needs sm_90a", *2 * ["ninja: no work to do."]]
+    assert build() == 2 * ["ninja: no work to do."]
 
 
 @pytest.mark.parametrize("step", ["v16", "o5"])

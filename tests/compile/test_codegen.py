@@ -17,28 +17,32 @@ from family_headers import copy_family_headers
 from flash_helpers.compile.codegen import (
     LOCAL_CONFIGS,
     committed_configs,
-    configs_to_build,
     generated_files,
     kernel_function,
     kernel_map_header,
     kernel_unit,
+    library_configs,
+    listed_configs,
+    mapped_configs,
+    read_config_file,
 )
 from flash_helpers.kernel_configs import (
     FAMILIES,
     FlashForwardKernelConfig,
     get_autotuning_kernel_configs,
-    get_kernels_to_build,
+    get_listed_configs,
 )
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.overlap import OVERLAP
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = committed_configs(ROOT)
-HEADER = kernel_map_header(AMPERE, COMMITTED)
-OWN = [config for config in COMMITTED if config.family is AMPERE]
+MAPPED = mapped_configs(ROOT)
+HEADER = kernel_map_header(AMPERE, MAPPED)
 EXTRA = next(
     config
     for config in reversed(get_autotuning_kernel_configs())
-    if len(config.siblings()) > 1 and config not in COMMITTED
+    if config.family is AMPERE and len(config.siblings()) > 1 and config not in COMMITTED
 )
 
 
@@ -65,7 +69,7 @@ def tree(tmp_path, root) -> Path:
 
 class TestMapHeader:
     def test_is_sorted_and_without_doubles(self):
-        assert kernel_map_header(AMPERE, [*reversed(COMMITTED), COMMITTED[0]]) == HEADER
+        assert kernel_map_header(AMPERE, [*reversed(MAPPED), MAPPED[0]]) == HEADER
 
     def test_says_who_wrote_it(self):
         banner = HEADER.splitlines()[0]
@@ -74,13 +78,13 @@ class TestMapHeader:
 
     def test_declares_the_function_of_each_entry(self):
         declared = re.findall(r"^Kernel (\w+)\(\);", HEADER, re.MULTILINE)
-        assert declared == [kernel_function(config.short_form()) for config in OWN]
+        assert declared == [kernel_function(config.short_form()) for config in MAPPED]
         entries = re.findall(r"^     \{(\w+)\(\)\}\},$", HEADER, re.MULTILINE)
         assert entries == declared
 
     def test_names_every_field_of_every_entry(self):
         for name in (field.name for field in fields(FlashForwardKernelConfig)):
-            assert HEADER.count(f".{name} = ") == len(OWN)
+            assert HEADER.count(f".{name} = ") == len(MAPPED)
 
     def test_keeps_to_the_line_length(self):
         name_alone = r"(Kernel )?\s*\{?\w+\(\)[;},]+"
@@ -110,16 +114,26 @@ class TestUnit:
 
 class TestListOfConfigs:
     def test_is_the_registrys_the_winners_and_the_users_own(self, tree):
-        assert set(get_kernels_to_build()) <= set(COMMITTED)
-        assert committed_configs(tree) == configs_to_build(tree) == COMMITTED
+        assert set(get_listed_configs()) <= set(COMMITTED)
+        assert committed_configs(tree) == listed_configs(tree) == COMMITTED
         (tree / LOCAL_CONFIGS).write_text(json.dumps([EXTRA.short_form()]))
         assert committed_configs(tree) == COMMITTED
-        assert configs_to_build(tree) == sorted({*COMMITTED, *EXTRA.siblings()})
+        assert listed_configs(tree) == sorted({*COMMITTED, *EXTRA.siblings()})
+
+    def test_of_the_library_is_the_part_that_is_of_its_families(self, tree):
+        assert library_configs(tree) == MAPPED
+        assert all(config.family is AMPERE for config in MAPPED)
+        fixed = {*AMPERE.progression()}
+        winners = {c for path in (tree / "configs").glob("best_*") for c in read_config_file(path)}
+        assert fixed < {*MAPPED} >= {config for config in winners if config.family is AMPERE}
+        o1 = OVERLAP.progression()[0]
+        (tree / LOCAL_CONFIGS).write_text(json.dumps([EXTRA.short_form(), o1.short_form()]))
+        assert library_configs(tree) == sorted({*MAPPED, *EXTRA.siblings()})
 
     def test_of_a_file_that_is_none_names_it(self, tree):
         (tree / LOCAL_CONFIGS).write_text("[3]")
         with pytest.raises(ValueError, match=r"local\.json: config 0: 3 is neither"):
-            configs_to_build(tree)
+            listed_configs(tree)
 
     def test_of_the_user_is_ignored_by_git(self, root):
         assert f"/{LOCAL_CONFIGS}" in (root / ".gitignore").read_text().splitlines()
@@ -127,13 +141,14 @@ class TestListOfConfigs:
 
 class TestCommand:
     def test_committed_files_are_what_the_registry_says(self, root, generate):
-        for name, (old, new) in generated_files(root, COMMITTED).items():
+        for name, (old, new) in generated_files(root, MAPPED).items():
             assert old == new, name
         assert generate("--check").returncode == 0
 
-    def test_there_is_a_map_for_each_family(self, root):
+    def test_there_is_a_map_for_each_family_in_the_library(self, root):
         for family in FAMILIES.values():
-            assert Path(family.map_header) in generated_files(root, COMMITTED)
+            is_made = Path(family.map_header) in generated_files(root, MAPPED)
+            assert is_made == family.in_library == (root / family.map_header).is_file()
 
     def test_writes_only_when_the_content_differs(self, tree, generate):
         path = tree / AMPERE.map_header
@@ -181,7 +196,7 @@ class TestCommand:
         assert generate("--root", tree, "--configs", second).returncode == 0
         kept = json.loads((tree / LOCAL_CONFIGS).read_text())
         assert kept == [c.short_form() for c in sorted([EXTRA, COMMITTED[0]])]
-        assert set(configs_to_build(tree)) == {*COMMITTED, *EXTRA.siblings()}
+        assert set(listed_configs(tree)) == {*COMMITTED, *EXTRA.siblings()}
 
     @pytest.mark.parametrize("content", ["[", '["v99"]', "{}", None])
     def test_configs_that_cannot_be_read_are_wrong_usage(self, tree, generate, content):

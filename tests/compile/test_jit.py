@@ -33,7 +33,7 @@ from flash_helpers.compile.jit import (
 from flash_helpers.compile.nvrtc import gather_sources
 from flash_helpers.compile.package import sources_root
 from flash_helpers.compile.processes import Stopped
-from flash_helpers.compile.sources import Unit, included_files, source_digest
+from flash_helpers.compile.sources import Sources, Unit, included_files
 from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 
@@ -253,11 +253,11 @@ class TestSources:
         assert [*gather_sources(root, text)[1]] == ["src/include/top.cuh"]
 
     def test_digest_is_of_names_and_contents(self, root, tmp_path) -> None:
-        before = source_digest(root, UNIT)
-        assert source_digest(root, OTHER) != before
-        assert source_digest(shutil.copytree(root, tmp_path / "copy"), UNIT) == before
+        before = Sources(root).digest(UNIT)
+        assert Sources(root).digest(OTHER) != before
+        assert Sources(shutil.copytree(root, tmp_path / "copy")).digest(UNIT) == before
         written("src/include/sub/inner.cuh", "// INNER\n")(root)
-        assert source_digest(root, UNIT) != before
+        assert Sources(root).digest(UNIT) != before
 
 
 # Entries that are not what they seem

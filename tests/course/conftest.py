@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -10,7 +10,7 @@ from built_site import BuiltSite, require_builder
 from course_book import Book
 
 from flash_helpers.course.blocks import render
-from flash_helpers.course.evidence import Evidence, NotBuiltError
+from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.site import build_site
 
 
@@ -31,20 +31,10 @@ def book(root: Path, tmp_path: Path) -> Book:
     return Book(tmp_path)
 
 
-class BuiltEvidence(Evidence):
-    """Evidence that skips a test, with the reason, where the installed library lacks its code."""
-
-    def require_built(self, architectures: Collection[str]) -> None:
-        try:
-            super().require_built(architectures)
-        except NotBuiltError as error:
-            pytest.skip(str(error))
-
-
 @pytest.fixture(scope="session")
 def evidence(root: Path) -> Evidence:
     """That of the real repository."""
-    return BuiltEvidence(root)
+    return Evidence(root)
 
 
 @pytest.fixture(scope="session")

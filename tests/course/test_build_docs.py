@@ -14,7 +14,6 @@ from sass_text import needs
 from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.registry.family import CORE, LAB, LIBRARY, LOGBOOK
-from flash_helpers.runtime import library
 
 pytestmark = pytest.mark.slow
 
@@ -208,36 +207,3 @@ def test_navigation_names_both_neighbours(book: Book) -> None:
     assert book.run() == 0
     links = re.findall(r"\]\((\S+)\)", Path(path).read_text())
     assert links == ["06_fp32_throughput.md", "10_first_block_peeled.md"]
-
-
-class TestLibraryForOneArchitecture:
-    TEXT = (
-        "<!-- build:sass 8 arch=sm_80 -->\n\nold\n\n<!-- /build -->\n\n"
-        "```console\n$ false --arch sm_80\n$ true --arch sm_90\n```\n"
-    )
-
-    @pytest.fixture(autouse=True)
-    def only_sm_90(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "architectures", lambda: ("sm_90",))
-
-    def test_checks_what_it_can_and_tells_the_rest_with_the_reason(
-        self, book: Book, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        book.write(self.TEXT)
-        assert book.run("--check", "docs/page.md") == 0
-        reason = "not checked: the installed library holds no code for sm_80, only for sm_90"
-        assert capsys.readouterr().out.splitlines() == [
-            f"docs/page.md:8: {reason}",
-            f"docs/page.md:1: {reason}",
-            "all that can be checked is up to date",
-        ]
-
-    def test_finds_what_is_stale_all_the_same(self, book: Book) -> None:
-        book.write(self.TEXT + BLOCK)
-        assert book.run("--check", "docs/page.md") == 1
-
-    def test_writes_no_page_that_it_cannot_write_whole(self, book: Book, capsys) -> None:
-        path = book.write(self.TEXT)
-        assert book.run("--no-commands") == 2
-        assert path.read_text() == self.TEXT
-        assert "holds no code for sm_80" in capsys.readouterr().err

@@ -12,13 +12,13 @@ from tiers import is_of_gpu_tier, matrix_mark
 from flash_helpers import kernel_configs
 from flash_helpers.check.difference import output_difference
 from flash_helpers.check.errors import Reference, measure_error
-from flash_helpers.kernel_configs import AttentionForward, Config, get_kernels_to_build
+from flash_helpers.kernel_configs import AttentionForward, Config, get_listed_configs
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
 from flash_helpers.operations.attention_forward.reference import attention_reference
 
 FAMILIES = {n: f for n, f in kernel_configs.FAMILIES.items() if f.operation is OPERATION}
-CONFIGS = [c for c in get_kernels_to_build() if c.family.operation is OPERATION]
+CONFIGS = [c for c in get_listed_configs() if c.family.operation is OPERATION]
 # the ends of each family in both dtypes, where each config would be too slow
 FIRST_AND_LAST = [
     family.fixed_config(step, dtype)

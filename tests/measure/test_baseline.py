@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from attention_configs import attention_progression
-from listing_files import SEVERAL, extract
 
 from flash_helpers.compile.codegen import committed_configs
 from flash_helpers.compile.ptxas import parse_ptxas_log
@@ -28,15 +27,14 @@ from flash_helpers.measure.baseline import (
     comparison_text,
     load_baseline,
     natural,
-    read_library,
+    read_figures,
 )
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
-from flash_helpers.sass.read import reader
-from flash_helpers.sass.read.records import Compiler, SassError
+from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
 pytestmark = pytest.mark.slow
 
@@ -69,12 +67,6 @@ FIGURES = KernelFigures(
     between_hgmma=7,
     moves_between_hgmma=2,
 )
-
-
-@pytest.fixture(scope="module")
-def cubin(tmp_path_factory, package) -> Path:
-    """Step v1 of the library; for sm_90, if the library is."""
-    return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
 
 
 def committed(root: Path) -> Baseline:
@@ -137,9 +129,7 @@ class TestCommitted:
 
     def test_says_what_ptxas_said(self, root, package) -> None:
         """In the logs that ship with the library, if the baseline knows its compiler."""
-        library = installed_library()
-        architecture, symbol = reader.list_kernels(library)[0]
-        kernel = reader.load_kernel(library, architecture, [symbol])
+        (kernel,) = own_kernels("sm_90", [config_from_short_form(V1)]).values()
         known = committed(root).of(replace(kernel.compiler, options=""))
         if not known:
             pytest.skip(f"the baseline does not know {kernel.compiler}")
@@ -148,12 +138,11 @@ class TestCommitted:
             for log in (package / "ptxas").glob("*.log")
             for report in parse_ptxas_log(log.read_text())
         }
-        both = known.keys() & said.keys()
-        assert len(both) >= len(STEPS)
-        for key in both:
-            figures, report = known[key], said[key]
+        assert said
+        assert said.keys() <= known.keys()
+        for key, report in said.items():
             for name in ("registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes"):
-                assert getattr(figures, name) == getattr(report, name), (key, name)
+                assert getattr(known[key], name) == getattr(report, name), (key, name)
 
     def test_is_written_as_the_tool_writes_it(self, root) -> None:
         assert committed(root).to_json() == (root / "benchmarks" / "resources.json").read_text()
@@ -341,10 +330,14 @@ class TestComparison:
 
 
 class TestReading:
-    def test_finds_what_the_headers_and_the_tiles_say(self, cubin) -> None:
-        compiler, (figures,) = read_library(cubin)
-        (kernel,) = reader.load_kernels(cubin)
+    @pytest.fixture(scope="class")
+    def kernel(self) -> Kernel:
+        (found,) = own_kernels("sm_90", [config_from_short_form(V1)]).values()
+        return found
+
+    def test_finds_what_the_headers_and_the_tiles_say(self, kernel) -> None:
         config = config_from_short_form(V1)
+        compiler, (figures,) = read_figures({"sm_90": {config: kernel}})
         assert compiler == replace(kernel.compiler, options="")
         assert (figures.kernel, figures.architecture) == (V1, kernel.architecture)
         assert figures.registers == kernel.resources.registers
@@ -354,28 +347,11 @@ class TestReading:
             figures.loop_instructions, hmma_of_tile(config)
         )
 
-    def test_takes_what_an_architecture_is_asked_for(self, cubin) -> None:
-        architecture = cubin.name.split(".")[-2]
-        assert read_library(cubin, [architecture]) == read_library(cubin)
-        with pytest.raises(SassError, match="sm_75"):
-            read_library(cubin, ["sm_75"])
-
-    def test_of_other_kernels_is_refused(self) -> None:
-        with pytest.raises(SassError, match="holds no forward kernel of this repository"):
-            read_library(SEVERAL)
-
-    def test_leaves_other_kernels_out(self, cubin, monkeypatch) -> None:
-        listed = reader.list_kernels(cubin)
-        (architecture, _) = listed[0]
-        monkeypatch.setattr(
-            reader, "list_kernels", lambda path: [*listed, (architecture, "_Z6sharesPfi")]
-        )
-        _, figures = read_library(cubin)
-        assert [f.kernel for f in figures] == [V1]
-
-    def test_of_what_several_compilers_made_is_refused(self, cubin, monkeypatch) -> None:
-        (kernel,) = reader.load_kernels(cubin)
-        made = [replace(kernel, compiler=compiler) for compiler in (CUDA_12, CUDA_13)]
-        monkeypatch.setattr(reader, "load_kernels", lambda *arguments, **options: made)
+    def test_of_what_several_compilers_made_is_refused(self, kernel) -> None:
+        config = config_from_short_form(V1)
+        made = {
+            f"sm_{number}": {config: replace(kernel, compiler=compiler)}
+            for number, compiler in ((80, CUDA_12), (90, CUDA_13))
+        }
         with pytest.raises(SassError, match=r"ptxas 12\.4\.131, ptxas 13\.0\.88"):
-            read_library(cubin)
+            read_figures(made)

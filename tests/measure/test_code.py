@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,12 +29,13 @@ from flash_helpers.measure.code import (
     DAGGER,
     changed_names,
     code_digest,
+    codes_of,
     cubin_code,
-    file_codes,
-    library_codes,
 )
 from flash_helpers.measure.results import SUSTAINED, BenchmarkResults
 from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.elf import read_sections
@@ -52,9 +54,9 @@ def with_code(results: BenchmarkResults, codes: dict[Config, str]) -> BenchmarkR
 
 @pytest.fixture
 def today(monkeypatch) -> dict[Config, str]:
-    """The digests that the library has today, of every GPU."""
+    """The digests of today, for every GPU."""
     found: dict[Config, str] = {}
-    monkeypatch.setattr(code, "library_codes", lambda compute_capability: found)
+    monkeypatch.setattr(code, "codes_of", lambda configs, compute_capability: found)
     return found
 
 
@@ -68,36 +70,22 @@ def test_a_digest_is_of_the_sections_alone_in_the_order_of_their_symbols() -> No
     assert code_digest([("a", b"one")]) != wanted
 
 
-def test_the_library_has_a_digest_of_each_config(package: Path) -> None:
-    path = package / "libflash_attention.so"
-    found = file_codes(path, 90)
-    assert set(library.kernels()) == set(found)
-    assert all(len(digest) == 16 for digest in found.values())
+def test_each_config_has_a_digest_of_the_library_or_of_what_is_compiled_now(package: Path) -> None:
+    o1, h1 = OVERLAP.progression()[-1], HOPPER.progression()[0]
+    found = codes_of([V1, o1, h1], "9.0")
     sections = [
         section
-        for member in cubins_of(path, 90)
+        for member in cubins_of(package / "libflash_attention.so", 90)
         for section in read_sections(member.read(), member.origin)
         if section.name.startswith(".text.") and V1.short_form() in section.name
     ]
     assert [hashlib.sha256(s.data).hexdigest()[:16] for s in sections] == [found[V1]]
-    other = file_codes(path, 80)
+    paths = library.code_paths([o1, h1], "sm_90")
+    for config in (o1, h1):
+        assert cubin_code(paths[config.short_form()]) == found[config]
+    other = codes_of([V1, h1], "8.0")
+    assert {*other} == {V1}  # those of Hopper alone are not there for other GPUs
     assert other[V1] != found[V1]
-    # those of Hopper alone are not there for other GPUs
-    assert {c.family.name for c in found} - {c.family.name for c in other} == {"hopper"}
-
-
-def test_a_library_has_no_digest_for_a_gpu_that_it_was_not_built_for(package: Path) -> None:
-    assert file_codes(package / "libflash_attention.so", 120) == {}
-    assert library_codes("12.0") == library_codes("") == {}
-    assert library_codes("9.0")[V1]
-
-
-def test_without_a_library_nothing_is_known(monkeypatch) -> None:
-    def absent() -> Path:
-        raise RuntimeError("not there")
-
-    monkeypatch.setattr(library, "library_path", absent)
-    assert library_codes("9.0") == {}
 
 
 def test_a_cubin_has_the_digest_that_a_library_of_it_would_have(tmp_path: Path) -> None:
@@ -126,7 +114,7 @@ def test_a_contender_tells_the_code_of_the_config_that_is_launched() -> None:
     ("measured", "now", "has_changed"),
     [(OLD, {V1: NEW}, True), (OLD, {V1: OLD}, False), (OLD, {}, False), ("", {V1: NEW}, False)],
 )
-def test_only_known_code_that_the_library_has_otherwise_has_changed(
+def test_only_known_code_that_is_another_now_has_changed(
     today, measured: str, now: dict[Config, str], has_changed: bool
 ) -> None:
     today.update(now)
@@ -134,11 +122,12 @@ def test_only_known_code_that_the_library_has_otherwise_has_changed(
     assert changed_names(found) == ({V1.short_form()} if has_changed else set())
 
 
-def test_the_library_is_not_read_for_results_without_digests(monkeypatch) -> None:
-    def unread(compute_capability: str) -> dict[Config, str]:
-        raise AssertionError("the library was read")
+def test_nothing_is_compiled_for_results_without_digests(monkeypatch) -> None:
+    def compiled(configs: Iterable[Config], compute_capability: str) -> dict[Config, str]:
+        assert not [*configs]
+        return {}
 
-    monkeypatch.setattr(code, "library_codes", unread)
+    monkeypatch.setattr(code, "codes_of", compiled)
     assert changed_names(full_results()) == set()
 
 

@@ -25,7 +25,7 @@ from flash_helpers.measure.counts import (
     with_counters,
 )
 from flash_helpers.measure.machine import provenance
-from flash_helpers.measure.machine_code import library_kernels
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.measure.predictions import (
     compare_outputs,
     predict_launch,
@@ -52,7 +52,7 @@ def hopper(step: int) -> Config:
 def from_sass(step: int, family: str = "v") -> CountedKernel:
     if family == "h":
         config = hopper(step)
-        (machine_code,) = library_kernels("sm_90a", [config]).values()
+        (machine_code,) = own_kernels("sm_90a", [config]).values()
     else:
         config = of_version(step)
         machine_code = progression_kernels("sm_90")[config]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_backend import ROOT, load_tool
 
-from flash_helpers.compile.codegen import configs_to_build
+from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.kernel_configs import FAMILIES, Element
 from flash_helpers.registry.selection import parse_dtypes, select_kernels
 
@@ -25,7 +25,7 @@ def test_each_command_measures_built_kernels_at_lengths_that_they_take(
     options = [family, str(tmp_path), "h200", "--list", "--commit", "abc"]
     assert measure_family.main(options) == 0
     assert not list(tmp_path.iterdir())
-    tool, built, files = load_tool("tools/benchmark/pt_bench.py"), configs_to_build(ROOT), []
+    tool, built, files = load_tool("tools/benchmark/pt_bench.py"), listed_configs(ROOT), []
     for line in capsys.readouterr().out.splitlines():
         asked = tool.parse_arguments(shlex.split(line)[2:])
         assert (asked.commit, asked.resume) == ("abc", True)

@@ -25,7 +25,7 @@ from flash_helpers.kernel_configs import (
     Config,
     Element,
     get_kernel_progression_configs,
-    get_kernels_to_build,
+    get_listed_configs,
 )
 from flash_helpers.measure.kernel_profile import (
     KernelProfile,
@@ -47,7 +47,7 @@ from flash_helpers.runtime import call
 pytestmark = pytest.mark.slow
 
 TOOL = "tools/analysis/profile_kernel.py"
-BUILT = get_kernels_to_build()
+BUILT = get_listed_configs()
 LAST = attention_progression()[-1].step.id
 SHAPE = AttentionForward(1, 1, 128)
 

@@ -22,7 +22,7 @@ from flash_helpers.kernel_configs import (
     differing_fields,
     get_autotuning_kernel_configs,
     get_kernel_progression_configs,
-    get_kernels_to_build,
+    get_listed_configs,
     nearest_config,
     read_configs,
 )
@@ -32,7 +32,7 @@ from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.overlap import OVERLAP
 
 PROGRESSION = get_kernel_progression_configs()
-TO_BUILD = get_kernels_to_build()
+TO_BUILD = get_listed_configs()
 SWEEP = get_autotuning_kernel_configs()
 EVERY_CONFIG = sorted({*PROGRESSION, *TO_BUILD, *SWEEP})
 # of the families of attention

@@ -15,7 +15,7 @@ from flash_helpers.kernel_configs import (
     AttentionForward,
     Element,
     get_kernel_progression_configs,
-    get_kernels_to_build,
+    get_listed_configs,
 )
 from flash_helpers.registry import families, selection
 from flash_helpers.registry.config import ranges_text
@@ -31,7 +31,7 @@ from flash_helpers.registry.selection import (
     select_kernels,
 )
 
-BUILT = get_kernels_to_build()
+LISTED = get_listed_configs()
 PROGRESSION = get_kernel_progression_configs()
 
 
@@ -112,7 +112,7 @@ class TestSteps:
         with pytest.raises(UsageError, match=f"the nearest is {nearest}$"):
             parse_steps([misspelt])
         with pytest.raises(UsageError, match=f"the nearest is {nearest}$"):
-            select_kernels(BUILT, [misspelt], Element, PROGRESSION)
+            select_kernels(LISTED, [misspelt], Element, PROGRESSION)
 
     def test_are_given_in_order_each_once(self):
         assert [step.id for step in parse_steps(["9", "7..8", "v8"])] == ["v7", "v8", "v9"]
@@ -120,8 +120,8 @@ class TestSteps:
 
 class TestSelectKernels:
     def test_of_a_step_takes_every_built_config(self):
-        found = select_kernels(BUILT, ["v7"], [Element.BF16], PROGRESSION)
-        assert found == [c for c in BUILT if c.step.id == "v7" and c.dtype == Element.BF16]
+        found = select_kernels(LISTED, ["v7"], [Element.BF16], PROGRESSION)
+        assert found == [c for c in LISTED if c.step.id == "v7" and c.dtype == Element.BF16]
         assert len(found) > 1
 
     def test_of_a_step_with_a_problem_takes_the_configs_made_for_such(self):
@@ -130,11 +130,11 @@ class TestSelectKernels:
 
         def names(selectors: list[str], asked: AttentionForward) -> list[str]:
             found = select_kernels(
-                BUILT, selectors, [Element.BF16], problems={asked.operation: asked}
+                LISTED, selectors, [Element.BF16], problems={asked.operation: asked}
             )
             return [config.short_form() for config in found]
 
-        built = [c.short_form() for c in BUILT if c.step.id == "h21" and c.dtype == Element.BF16]
+        built = [c.short_form() for c in LISTED if c.step.id == "h21" and c.dtype == Element.BF16]
         own = [name for name in built if name.endswith("_causal")]
         assert own and names(["h21"], causal) == own
         assert names(["h21"], problem) == [name for name in built if name not in own]
@@ -143,19 +143,19 @@ class TestSelectKernels:
         assert names(["v1"], causal) == names(["v1"], problem) != []
 
     def test_without_a_selector_takes_the_default_that_is_built(self):
-        assert select_kernels(BUILT[:3], [], Element, PROGRESSION) == BUILT[:3]
+        assert select_kernels(LISTED[:3], [], Element, PROGRESSION) == LISTED[:3]
 
     def test_all_and_a_family_take_what_is_built_of_them(self):
-        assert select_kernels(BUILT, ["all"], Element, []) == BUILT
-        some = [config for config in BUILT if config.step.id in ("v3", "v4")]
+        assert select_kernels(LISTED, ["all"], Element, []) == LISTED
+        some = [config for config in LISTED if config.step.id in ("v3", "v4")]
         assert select_kernels(some, ["ampere"], Element, []) == some
 
     def test_a_short_form_means_itself(self):
-        assert select_kernels(BUILT, [BUILT[5].short_form()], Element, []) == [BUILT[5]]
+        assert select_kernels(LISTED, [LISTED[5].short_form()], Element, []) == [LISTED[5]]
 
     def test_that_are_no_short_form_are_refused_with_one_of_each_family(self):
         with pytest.raises(UsageError) as refused:
-            select_kernels(BUILT, ["row_softmax"], Element, [])
+            select_kernels(LISTED, ["row_softmax"], Element, [])
         for family in FAMILIES.values():
             assert family.name in str(refused.value)
             assert family.config.example in str(refused.value)
@@ -163,54 +163,53 @@ class TestSelectKernels:
     @pytest.mark.parametrize("file", ["my.ptx", "./kernel", "a/b.cubin", "lib.so", "v7.cu"])
     def test_that_are_files_name_the_tools_for_files(self, file):
         with pytest.raises(UsageError, match=r"is a file, .*debug\.py --ptx .*simulate\.py"):
-            select_kernels(BUILT, [file], Element, [])
+            select_kernels(LISTED, [file], Element, [])
 
-    def test_that_were_not_built_name_the_nearest(self):
-        config = BUILT[0].replace(version=2, swizzled=True)
-        with pytest.raises(UsageError, match="is not built; the nearest that is: v1_fp16"):
-            select_kernels([BUILT[0]], [config.short_form()], Element, [])
-        with pytest.raises(UsageError, match="no config of v9 is built"):
-            select_kernels([BUILT[0]], ["9"], Element, [])
+    def test_take_a_config_that_is_not_listed_and_no_step_without_a_listed_one(self):
+        config = LISTED[0].replace(version=2, swizzled=True)
+        assert select_kernels([LISTED[0]], [config.short_form()], Element, []) == [config]
+        with pytest.raises(UsageError, match="no config of v9 is listed"):
+            select_kernels([LISTED[0]], ["9"], Element, [])
 
     def test_of_a_dtype_that_is_not_there_name_those_that_are(self):
         with pytest.raises(UsageError, match=r"and dtype fp32: .*; there is fp16, bf16$"):
-            select_kernels(BUILT, ["v7"], [Element.FP32], [])
-        with pytest.raises(UsageError, match="no config of v7 is built in fp32; there is fp16, b"):
-            choose_kernels(BUILT, ["v7"], Element.FP32)
+            select_kernels(LISTED, ["v7"], [Element.FP32], [])
+        with pytest.raises(UsageError, match="no config of v7 is listed in fp32; there is fp16, b"):
+            choose_kernels(LISTED, ["v7"], Element.FP32)
         with pytest.raises(UsageError, match=r"'hopper': no config of h1 to h.* in fp32; there"):
-            choose_kernels(BUILT, ["hopper"], Element.FP32)
+            choose_kernels(LISTED, ["hopper"], Element.FP32)
 
     def test_of_a_dtype_that_is_not_there_are_refused(self):
         with pytest.raises(UsageError, match="dtype fp16: widen one of the two"):
-            select_kernels(BUILT, [PROGRESSION[1].short_form()], [Element.FP16], [])
+            select_kernels(LISTED, [PROGRESSION[1].short_form()], [Element.FP16], [])
 
 
 class TestChooseKernels:
     def test_takes_the_fixed_config_of_each_step_in_the_order_asked_for(self):
-        found = choose_kernels(BUILT, ["9", "v7..8", "9"], Element.BF16)
+        found = choose_kernels(LISTED, ["9", "v7..8", "9"], Element.BF16)
         assert [config.step.id for config in found] == ["v9", "v7", "v8"]
         assert set(found) <= set(PROGRESSION)
 
     def test_takes_the_config_with_the_wanted_values(self):
-        (found,) = choose_kernels(BUILT, ["7"], Element.BF16, {"B_r": 128})
+        (found,) = choose_kernels(LISTED, ["7"], Element.BF16, {"B_r": 128})
         assert found.B_r == 128
-        with pytest.raises(UsageError, match="--config B_r=256: no such config of v7 is built"):
-            choose_kernels(BUILT, ["7"], Element.BF16, {"B_r": 256})
+        with pytest.raises(UsageError, match="--config B_r=256: no such config of v7 is listed"):
+            choose_kernels(LISTED, ["7"], Element.BF16, {"B_r": 256})
 
-    def test_names_the_dtype_that_a_step_is_not_built_in(self):
-        with pytest.raises(UsageError, match="no config of o4 is built in fp16"):
-            choose_kernels(BUILT, ["o4..5"], Element.FP16)
+    def test_names_the_dtype_that_a_step_is_not_listed_in(self):
+        with pytest.raises(UsageError, match="no config of o4 is listed in fp16"):
+            choose_kernels(LISTED, ["o4..5"], Element.FP16)
 
     def test_takes_the_nearest_to_a_config(self):
         large = PROGRESSION[13].replace(**LARGE_TILE)
-        found = choose_kernels(BUILT, ["7", "8"], Element.BF16, large)
+        found = choose_kernels(LISTED, ["7", "8"], Element.BF16, large)
         assert found[0] == large
         assert found[1].step.id == "v8"
 
 
 class TestConfigOption:
     def test_is_a_short_form_or_values_of_fields(self):
-        assert parse_config_option([BUILT[0].short_form()]) == BUILT[0]
+        assert parse_config_option([LISTED[0].short_form()]) == LISTED[0]
         found = parse_config_option(["B_r=128", "mma_double_buffer_loads=false"])
         assert found == {"B_r": 128, "mma_double_buffer_loads": False}
 

@@ -87,7 +87,7 @@ class TestForward:
         [
             (7, TypeError, "cfg is a int"),
             ("v7", ValueError, "'v7' is not a config's short form"),
-            (CONFIG.replace(n_warps=2), ValueError, "was not built; the nearest that was is v7"),
+            ("v7_bf16_d128_Br64_Bc48_w4", ValueError, "'v7_bf16_d128_Br64_Bc48_w4'"),
         ],
     )
     def test_refuses_a_config_that_there_is_not(self, call, cfg, error, message):

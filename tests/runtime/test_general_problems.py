@@ -46,6 +46,7 @@ def built(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(library, "resolve", resolve)
     monkeypatch.setattr(_forward, "resolve", resolve)
     monkeypatch.setattr(simulator, "ptx_path", lambda c, _="": tmp_path / f"{c.short_form()}.ptx")
+    monkeypatch.setattr(_forward, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(best, "_candidates", lambda *_: (general(BEFORE), *CONFIGS[:2]))
     monkeypatch.setattr(call, "_plans", {})
     # no loop is unrolled

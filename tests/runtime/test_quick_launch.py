@@ -53,7 +53,7 @@ def launch_of(tensors: dict[str, torch.Tensor]) -> Launch:
 def quick_launch(
     tensors: dict[str, torch.Tensor], launch: Launch | None = None
 ) -> library.QuickLaunch | None:
-    return library.Launcher(launch or launch_of(tensors), NO_SUCH_DEVICE).quick(
+    return library.Launcher(launch or launch_of(tensors), 0, NO_SUCH_DEVICE).quick(
         call._exchange(),
         tensors["q"].__dlpack_device__(),
         16,
@@ -85,7 +85,9 @@ class TestBytes:
         quick = quick_launch(tensors)
         for now in (tensors, {**tensors, "q": tensor(), "o": tensor()}):
             addresses = {name: x.data_ptr() for name, x in now.items()}
-            library.Launcher(launch_of(now), NO_SUCH_DEVICE).run({**addresses, library.STREAM: 0})
+            library.Launcher(launch_of(now), 0, NO_SUCH_DEVICE).run(
+                {**addresses, library.STREAM: 0}
+            )
             assert bound(quick, *now.values()) == sent[-1]
         assert sent[0] != sent[1]
 

@@ -40,16 +40,16 @@ def known(monkeypatch) -> None:
 
 @pytest.fixture
 def numbers(monkeypatch) -> Iterator[dict[str, int]]:
-    """A library without kernels: their numbers by name."""
+    """A library without kernels, and no listed configs: the numbers of registered kernels by
+    name."""
     found: dict[str, int] = {}
     fake = SimpleNamespace(flash_register=lambda *_: len(found) + 7)
     monkeypatch.setattr(library, "load", lambda: fake)
-    monkeypatch.setattr(library, "_numbers", lambda: found)
+    monkeypatch.setattr(library, "_registered", found)
+    monkeypatch.setattr(library, "_listed", frozenset)
     monkeypatch.setattr(library, "_kept", [])
-    library._built.cache_clear()
     library.resolve.cache_clear()
     yield found
-    library._built.cache_clear()
     library.resolve.cache_clear()
 
 

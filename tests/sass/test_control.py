@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from sass_text import DEFAULT, guard_text
 
-from flash_helpers.measure.machine_code import library_kernels
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.sass.read.control import control_text, decode_control
 from flash_helpers.sass.read.records import Control, Instruction
 
@@ -38,7 +38,7 @@ LIBRARY = "the library"
 
 @pytest.fixture(scope="module")
 def of_library() -> list[Instruction]:
-    return [i for k in library_kernels(DEFAULT).values() for i in k.instructions]
+    return [i for k in own_kernels(DEFAULT).values() for i in k.instructions]
 
 
 @pytest.fixture(scope="module", params=[*FILES, LIBRARY])

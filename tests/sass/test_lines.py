@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sass_text import DEFAULT, WITH_TENSOR
 
-from flash_helpers.measure.machine_code import installed_library, library_kernels
+from flash_helpers.measure.machine_code import installed_library, own_kernels
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.cubin import Cubin, read_cubin
 from flash_helpers.sass.read.elf import Section
@@ -157,7 +157,7 @@ class TestPaths:
         assert relative_to_repository(chains, "src/include/forward_kernel.cuh") == chains
 
     def test_of_the_library_name_files_of_the_repository(self, root: Path) -> None:
-        for config, kernel in library_kernels(DEFAULT).items():
+        for config, kernel in own_kernels(DEFAULT).items():
             files = {line.file for i in kernel.instructions for line in i.source}
             relative = {file for file in files if not file.startswith("/")}
             assert str(config.step.source) in relative

@@ -11,12 +11,12 @@ import pytest
 from edited_kernels import block_of_phase, instructions_of, library_kernel
 from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version
 
-from flash_helpers.kernel_configs import STEPS, Element, get_kernels_to_build
+from flash_helpers.kernel_configs import STEPS, Element, get_listed_configs
 from flash_helpers.measure.machine_code import (
+    ARCHITECTURE,
     config_facts,
-    default_architecture,
     facts_matrix,
-    library_configs,
+    listed_configs,
 )
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.registry.selection import choose_kernels
@@ -40,7 +40,7 @@ from flash_helpers.sass.show.matrix_tables import (
     matrix_text,
 )
 
-BUILT = get_kernels_to_build()
+BUILT = get_listed_configs()
 LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, Element.BF16))
 NUMBERS = [step.number for step in STEPS.values() if step.family == LARGE.family.name]
 TERMINAL = 120
@@ -58,12 +58,12 @@ class TestChoice:
         assert choose_kernels(BUILT, [LARGE.short_form()], Element.FP16) == [LARGE]
 
     def test_knows_what_the_library_holds(self) -> None:
-        assert library_configs(DEFAULT) == library.kernels()
+        assert listed_configs(DEFAULT) == library.kernels()
         with pytest.raises(SassError, match=DEFAULT):
-            library_configs("sm_75")
+            listed_configs("sm_75")
 
     def test_of_no_architecture_is_that_of_the_measurements_if_it_is_built(self) -> None:
-        assert default_architecture() in ARCHITECTURES
+        assert ARCHITECTURE in ARCHITECTURES
         assert DEFAULT == "sm_90" or "sm_90" not in ARCHITECTURES
 
     def test_of_no_architecture_is_otherwise_the_latest_and_says_so(
@@ -71,7 +71,7 @@ class TestChoice:
     ) -> None:
         there = ["sm_80", "sm_100a", "sm_89", "compute_80"]
         monkeypatch.setattr(library, "architectures", lambda: there)
-        assert default_architecture() == "sm_100a"
+        assert ARCHITECTURE == "sm_100a"
         assert capsys.readouterr().err == "the library has no code for sm_90: this is sm_100a\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 from fake_backend import run_tool
 from sass_text import DEFAULT, of_version
 
-from flash_helpers.measure.machine_code import installed_library, shipped_ptx
+from flash_helpers.measure.machine_code import installed_library, own_ptx
 from flash_helpers.ptx import read_ptx
 from flash_helpers.ptx.read.flow import Phase, build_program
 from flash_helpers.sass.analyse.counts import WORK, buckets
@@ -169,7 +169,7 @@ class TestFanOut:
 
 class TestSources:
     def test_are_those_of_the_directives(self, kernel, ptx) -> None:
-        shipped = shipped_ptx(V9)
+        shipped = own_ptx(V9)
         chains = ptx_sources(kernel, shipped)
         lines = shipped.split("\n")
         assert set(chains) == set(ptx.at_line)
@@ -180,7 +180,7 @@ class TestSources:
         assert tails == {"previous_kernels/v9/forward_kernel.cuh"}
 
     def test_of_another_text_are_none(self, kernel) -> None:
-        assert ptx_sources(kernel, shipped_ptx(V8)) == {}
+        assert ptx_sources(kernel, own_ptx(V8)) == {}
         assert ptx_sources(kernel, "no PTX") == {}
 
 

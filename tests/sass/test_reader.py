@@ -13,7 +13,7 @@ from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR
 import flash_helpers.sass.read.reader as reader
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
-from flash_helpers.measure.machine_code import installed_library, library_kernels
+from flash_helpers.measure.machine_code import installed_library, own_kernels
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache
 from flash_helpers.sass.read.containers import cubins_of, members_of
@@ -245,7 +245,7 @@ class TestLibrary:
     @pytest.fixture(scope="class")
     @classmethod
     def kernels(cls, architecture: str) -> dict:
-        return library_kernels(architecture)
+        return own_kernels(architecture)
 
     def test_holds_what_is_built(self, kernels: dict, architecture: str) -> None:
         number = int(architecture.removeprefix("sm_"))
@@ -287,7 +287,7 @@ class TestLibrary:
     def test_a_config_that_is_not_built_is_named(self) -> None:
         config = WITH_TENSOR[-1].replace(B_c=32)
         with pytest.raises(SassError, match=f"no kernel '{config.short_form()}'"):
-            library_kernels(DEFAULT, [WITH_TENSOR[0], config])
+            own_kernels(DEFAULT, [WITH_TENSOR[0], config])
 
 
 class TestMerging:

@@ -15,7 +15,7 @@ from flash_helpers.kernel_configs import AttentionForward, Config, config_from_s
 from flash_helpers.measure.machine_code import (
     config_facts,
     installed_library,
-    library_kernels,
+    own_kernels,
     predict_config,
 )
 from flash_helpers.measure.results import load_results
@@ -166,7 +166,7 @@ def test_the_planted_kernel_spills_in_its_loop():
 
 def test_the_spills_of_the_big_tile_are_found_where_its_registers_run_out():
     config = config_from_short_form(BIG_TILE)
-    found = library_kernels(DEFAULT, [config])[config]
+    found = own_kernels(DEFAULT, [config])[config]
     report = config_report(config, found)
     by_place = {site.loop: site for site in report.spills}
     assert report.loop is not None

@@ -8,7 +8,7 @@ from flash_helpers.kernel_configs import (
     Config,
     Element,
     get_kernel_progression_configs,
-    get_kernels_to_build,
+    get_listed_configs,
 )
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.ampere import AMPERE
@@ -25,12 +25,12 @@ def attention_progression() -> list[Config]:
 
 
 def attention_kernels() -> list[Config]:
-    return [c for c in get_kernels_to_build() if c.family.operation is OPERATION]
+    return [c for c in get_listed_configs() if c.family.operation is OPERATION]
 
 
 LARGE_TILES = [
     config
-    for config in get_kernels_to_build()
+    for config in get_listed_configs()
     if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
 ]
 TRACED = [*AMPERE.progression(), *LARGE_TILES, *OVERLAP.progression()]

@@ -10,7 +10,7 @@ from functools import cache
 from sass_text import DEFAULT, PROGRESSION, of_version
 
 from flash_helpers.kernel_configs import Config, Element
-from flash_helpers.measure.machine_code import library_kernels
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import block_phases
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
@@ -21,7 +21,7 @@ STALL_BIT = 1 << 105
 
 @cache
 def _of_default(dtype: Element) -> dict[Config, Kernel]:
-    return library_kernels(DEFAULT, [config for config in PROGRESSION if config.dtype is dtype])
+    return own_kernels(DEFAULT, [config for config in PROGRESSION if config.dtype is dtype])
 
 
 @cache
@@ -33,7 +33,7 @@ def library_kernel(
     config = of_version(version, dtype)
     if (dtype, architecture) == (Element.BF16, DEFAULT):
         return _of_default(dtype)[config]
-    return library_kernels(architecture, [config])[config]
+    return own_kernels(architecture, [config])[config]
 
 
 def block_of_phase(kernel: Kernel, phase: Phase) -> Block:

@@ -16,7 +16,7 @@ from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
     FlashForwardKernelConfig,
-    get_kernels_to_build,
+    get_listed_configs,
 )
 from flash_helpers.runtime.backend import Backend, Findings
 
@@ -98,4 +98,4 @@ def fake_backend(damage: Damage = lambda config, o: None) -> Backend:
         damage(config, tensors[len(problem.inputs)])
         return Findings()
 
-    return Backend(torch.device("cpu"), "a fake device", execute, tuple(get_kernels_to_build()))
+    return Backend(torch.device("cpu"), "a fake device", execute, tuple(get_listed_configs()))

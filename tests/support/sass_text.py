@@ -13,7 +13,7 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.machine_code import default_architecture, library_kernels
+from flash_helpers.measure.machine_code import ARCHITECTURE, own_kernels
 from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.runtime import library
 from flash_helpers.sass.read import opcodes
@@ -32,7 +32,7 @@ from flash_helpers.sass.read.records import (
 
 # What the installed library holds machine code of every portable family for, and one of these.
 ARCHITECTURES = tuple(name for name in library.architectures() if re.fullmatch(r"sm_\d+", name))
-DEFAULT = default_architecture()
+DEFAULT = ARCHITECTURE
 PROGRESSION = [config for config in get_kernel_progression_configs() if config.family.is_portable]
 WITH_TENSOR = [config for config in PROGRESSION if config.family.operation is ATTENTION]
 WITHOUT_TENSOR = [config for config in PROGRESSION if config not in WITH_TENSOR]
@@ -151,7 +151,7 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
 @functools.lru_cache
 def progression_kernels(architecture: str) -> dict[FlashForwardKernelConfig, Kernel]:
     """The kernels of the progression in the installed library."""
-    return library_kernels(architecture, PROGRESSION)
+    return own_kernels(architecture, PROGRESSION)
 
 
 def of_version(number: int, dtype: Element = Element.BF16) -> FlashForwardKernelConfig:

@@ -25,7 +25,7 @@ from family_headers import copy_family_headers
 
 from flash_helpers.compile.build import LibraryBuild
 from flash_helpers.compile.cache import Cache
-from flash_helpers.compile.codegen import configs_to_build
+from flash_helpers.compile.codegen import library_configs
 from flash_helpers.compile.cubins import Cubin, read_code, read_cubin
 from flash_helpers.compile.jit import Jit, units_of
 from flash_helpers.compile.toolchain import Toolchain
@@ -910,7 +910,7 @@ def test_the_winner_is_built_and_picked(
         [sys.executable, generator, "--root", sweep.root], check=True, capture_output=True
     )
     assert winner.short_form() in (sweep.root / AMPERE.map_header).read_text()
-    built = configs_to_build(sweep.root)
+    built = library_configs(sweep.root)
     assert winner in built
     # rebuild; the other kernels would take the compiler's time and show nothing
     package = tmp_path / "package"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from general_hopper import GENERAL, WITH_CAUSAL, general
 
-from flash_helpers.compile.build import CONFIG_FOLDER
+from flash_helpers.compile.codegen import CONFIG_FOLDER
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
     FAMILIES,
@@ -21,7 +20,7 @@ from flash_helpers.kernel_configs import (
     Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
-    get_kernels_to_build,
+    get_listed_configs,
     read_configs,
 )
 from flash_helpers.operations.attention_forward import OPERATION
@@ -34,10 +33,10 @@ from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config, choose_config
 from flash_helpers.tune.winners import BestAtSize, BestConfig, BestConfigs, best_file, load_best
 
-BUILT = get_kernels_to_build()
+LISTED = get_listed_configs()
 FIXED = {(c.step.id, c.dtype): c for c in get_kernel_progression_configs()}
-LARGE = next(c for c in BUILT if c.step.id == "v7" and c.B_r == 128 and c.dtype == Element.BF16)
-UNBUILT = LARGE.replace(B_c=32)
+LARGE = next(c for c in LISTED if c.step.id == "v7" and c.B_r == 128 and c.dtype == Element.BF16)
+UNLISTED = LARGE.replace(B_c=32)
 H100, H200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 
 
@@ -61,8 +60,8 @@ def entry(config: FlashForwardKernelConfig) -> BestConfig:
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch):
     """(GPU, compute capability, *configs) puts a file of winners into the package."""
-    monkeypatch.setattr(library, "_built", lambda: dict.fromkeys(BUILT))
-    monkeypatch.setattr(library, "package_folder", lambda: tmp_path)
+    monkeypatch.setattr(library, "_listed", lambda: frozenset(LISTED))
+    monkeypatch.setattr(best, "sources_root", lambda package: tmp_path)
 
     def put(gpu: str, capability: str, *configs: FlashForwardKernelConfig) -> None:
         best._files.cache_clear()
@@ -123,20 +122,11 @@ def test_a_winner_counts_for_its_step_dtype_and_compute_capability(
     assert best_config(*asked) == wanted
 
 
-def test_a_winner_that_was_not_built_is_announced_and_never_returned(found, on) -> None:
-    found(H100, "9.0", UNBUILT)
-    on(H100, "9.0")
-    with pytest.warns(RuntimeWarning, match=f"{UNBUILT.short_form()}, was not built: run"):
-        assert best_config(7, "bf16") == FIXED["v7", Element.BF16]
-
-
-def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, on) -> None:
-    found(H100, "9.0", UNBUILT)
+def test_a_winner_that_is_not_listed_is_passed_over(found, on) -> None:
+    found(H100, "9.0", UNLISTED)
     found(H200, "9.0", LARGE)
     on("NVIDIA H800", "9.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert best_config(7, "bf16") == LARGE
+    assert best_config(7, "bf16") == LARGE
 
 
 def test_without_a_gpu_and_without_files_there_is_still_a_config(found, monkeypatch) -> None:
@@ -167,15 +157,6 @@ def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_pa
 def test_what_does_not_exist_is_refused(found, step, dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         best_config(step, dtype)
-
-
-def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monkeypatch) -> None:
-    monkeypatch.setattr(library, "_built", lambda: {LARGE: None})
-    monkeypatch.setattr(library, "kernels", lambda: [LARGE])
-    library.resolve.cache_clear()
-    with pytest.raises(ValueError, match="was not built; the nearest that was is"):
-        best_config(1, "bf16", "cpu")
-    library.resolve.cache_clear()
 
 
 def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_path) -> None:
@@ -344,15 +325,15 @@ class TestChoice:
         self, found, on, monkeypatch
     ) -> None:
         wide = self.NEWEST.replace(B_c=128, n_warps=8)
-        monkeypatch.setattr(library, "kernels", lambda: [*BUILT, wide])
+        monkeypatch.setattr(library, "kernels", lambda: [*LISTED, wide])
         found(A100, "8.0", wide)
         on(A100, "8.0")
         assert choose_config(AttentionForward(1, 1, 256), self.CUDA) == wide
         v16 = choose_config(AttentionForward(1, 1, 192), self.CUDA)
         assert v16 == FIXED["v16", Element.BF16]
 
-    def test_passes_over_a_family_that_was_not_built(self, found, on, monkeypatch) -> None:
-        ampere = [config for config in BUILT if config.family.name == "ampere"]
+    def test_passes_over_a_family_that_is_not_listed(self, found, on, monkeypatch) -> None:
+        ampere = [config for config in LISTED if config.family.name == "ampere"]
         monkeypatch.setattr(library, "kernels", lambda: ampere)
         on(H100, "9.0")
         chosen = choose_config(AttentionForward(1, 1, 256), self.CUDA)
@@ -379,7 +360,7 @@ class TestChoice:
     ) -> None:
         plain, causal = self.ON_HOPPER.variants()
         long = plain.replace(**LONG_TILE)
-        monkeypatch.setattr(library, "kernels", lambda: [*BUILT, long])
+        monkeypatch.setattr(library, "kernels", lambda: [*LISTED, long])
         found(H200, "9.0", long)
         on(H200, "9.0")
         problem = AttentionForward(1, 1, 100)
@@ -432,9 +413,7 @@ class TestChoice:
         with pytest.raises(RuntimeError, match=r"Tesla T4 has compute capability 7\.5 .* 8\.0"):
             choose_config(AttentionForward(1, 1, 256), self.CUDA)
 
-    def test_of_a_library_without_kernels_says_so(self, found, monkeypatch) -> None:
+    def test_of_no_kernel_says_so(self, found, monkeypatch) -> None:
         monkeypatch.setattr(library, "kernels", lambda: [])
-        with pytest.raises(
-            RuntimeError, match="no kernel for the CPU in bf16 was built: `python -m"
-        ):
+        with pytest.raises(RuntimeError, match="there is no kernel for the CPU in bf16: `python"):
             choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))

@@ -35,7 +35,7 @@ from flash_helpers.measure.counts import (
     with_counters,
 )
 from flash_helpers.measure.machine import git_commit, provenance
-from flash_helpers.measure.machine_code import library_kernels
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.predictions import predict_launch, simulate_launch
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, chosen_kernels
@@ -139,7 +139,7 @@ def predict(
         shown = bar(configs, desc="simulating", unit="kernel")
         return [simulate_launch(config, problems[config], gpu) for config in shown]
     with progress_bar("disassembling") as progress:
-        kernels = library_kernels(arch, configs, progress=progress)
+        kernels = own_kernels(arch, configs, progress=progress)
     records = []
     for config in configs:
         try:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
 from flash_helpers.console.command_line import (
     add_architecture_argument,
     make_parser,
@@ -23,9 +24,9 @@ from flash_helpers.measure.baseline import (
     compare,
     comparison_text,
     load_baseline,
-    read_library,
+    read_figures,
 )
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,22 +38,22 @@ bytes, stack, shared memory, blocks per SM, and from the text of the main loop: 
 instructions, instructions per tensor instruction, and instructions between the HGMMA of one
 warpgroup's product. The baseline holds these figures by kernel, architecture and compiler. Each
 compiler is compared with itself, since compilers allocate registers differently. The first run
-disassembles every kernel; later runs read its cache.
+compiles and disassembles every kernel; later runs read the caches.
 """
 
 EXAMPLES = """\
 examples:
-  the installed library, all its architectures:
+  all listed kernels, on all architectures:
     python tools/analysis/check_resources.py
   one architecture, after a change to a kernel:
-    pip install . && python tools/analysis/check_resources.py --arch sm_90
+    python tools/analysis/check_resources.py --arch sm_90
   accept a change that is worth its cost, or add another compiler:
     python tools/analysis/check_resources.py --update
   the kernels of another compiler, compared with the compiler in the baseline:
     python tools/analysis/check_resources.py --any-compiler
 
 exit status: 0 no kernel got worse, 1 a kernel got worse or is missing, 2 wrong usage, no baseline
-for the compiler, or a library that cannot be read
+for the compiler, or a kernel that does not compile
 """
 
 
@@ -60,7 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--update", action="store_true", help="write the library's figures into the baseline"
+        "--update", action="store_true", help="write the kernels' figures into the baseline"
     )
     parser.add_argument(
         "--baseline",
@@ -69,8 +70,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=f"(default: {BASELINE.relative_to(ROOT)})",
     )
-    parser.add_argument("--library", type=Path, metavar="FILE", help="(default: installed)")
-    add_architecture_argument(parser, "(default: all architectures of the library)", nargs="+")
+    add_architecture_argument(
+        parser, f"(default: {' '.join(map(str, DEFAULT_ARCHITECTURES))})", nargs="+"
+    )
     parser.add_argument(
         "--any-compiler",
         action="store_true",
@@ -89,7 +91,7 @@ def known_compiler(
         return baseline.nearest(compiler)
     known = ", ".join(map(str, baseline.figures)) or "nothing"
     raise SassError(
-        f"the library was made by {compiler}, and {arguments.baseline} has figures of {known}: "
+        f"the kernels were made by {compiler}, and {arguments.baseline} has figures of {known}: "
         f"--update adds {compiler}, --any-compiler compares the two"
     )
 
@@ -99,9 +101,11 @@ def check(arguments: argparse.Namespace) -> int:
     baseline = Baseline()
     if arguments.baseline.exists() or not arguments.update:
         baseline = load_baseline(arguments.baseline)
-    library = arguments.library or installed_library()
-    with progress_bar("reading") as progress:
-        compiler, found = read_library(library, arguments.arch, progress=progress)
+    kernels = {}
+    for architecture in arguments.arch or [f"sm_{number}" for number in DEFAULT_ARCHITECTURES]:
+        with progress_bar(f"reading {architecture}") as progress:
+            kernels[architecture] = own_kernels(architecture, progress=progress)
+    compiler, found = read_figures(kernels)
     if arguments.update:
         comparison = compare(baseline.of(compiler), found)
         baseline.updated(compiler, found).save(arguments.baseline)
@@ -119,7 +123,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the library; returns the exit status."""
+    """Check the kernels; returns the exit status."""
     arguments = parse_arguments(argv)
     return run_tool(lambda: check(arguments), SassError, OSError)
 

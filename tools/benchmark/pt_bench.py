@@ -32,7 +32,7 @@ from flash_helpers.measure.asked import (
     measured_problem,
 )
 from flash_helpers.measure.benchmark_tables import report_text
-from flash_helpers.measure.code import library_codes
+from flash_helpers.measure.code import codes_of
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
 from flash_helpers.measure.results import (
@@ -253,7 +253,8 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     shapes = [shape_for(size) for size in sizes]
     configs = choose(arguments, backend, operation, shapes)
     dtypes = sorted({config.dtype for config in configs})
-    codes = library_codes(found.compute_capability)
+    siblings = {sibling for config in configs for sibling in config.siblings()}
+    codes = codes_of(siblings, found.compute_capability)
     contenders = {
         dtype: contenders_for(configs, dtype, backend, operation, codes) for dtype in dtypes
     }

@@ -20,9 +20,9 @@ from flash_helpers.compile.codegen import (  # noqa: E402
     CONFIG_FOLDER,
     GENERATOR,
     LOCAL_CONFIGS,
-    committed_configs,
     generated_files,
     local_configs_text,
+    mapped_configs,
     read_config_file,
 )
 from flash_helpers.console.command_line import make_parser, print_text, run_tool  # noqa: E402
@@ -83,7 +83,7 @@ def generate(arguments: argparse.Namespace) -> int:
     root = arguments.root
     if arguments.configs:
         add_local(root, arguments.configs)
-    configs = committed_configs(root)
+    configs = mapped_configs(root)
     stale = False
     for name, (old, new) in generated_files(root, configs).items():
         if not arguments.check:

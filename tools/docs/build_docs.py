@@ -48,9 +48,8 @@ Commands are lines of ```console blocks that begin with "$ "; a backslash at the
 command in the next line. The other lines are the output of the commands, which is written anew if
 the block is between the markers of build:output. --check runs all commands by bash with pipefail
 and without a GPU, {TIME_LIMIT:.0f} seconds each at most. `python` is the tool's own Python. The
-commands of a page run one after the other in a temporary copy of the repository. Blocks and
-commands that need an architecture which the installed library lacks are left out, and a line says
-so. A block ```console gpu is not run, and the commands of ```console exit=1 must end with that
+commands of a page run one after the other in a temporary copy of the repository. A block
+```console gpu is not run, and the commands of ```console exit=1 must end with that
 status. Blocks of any other language are text.
 
 A table that names two kernels shows the change. A page does not need another page's files, and a
@@ -154,11 +153,8 @@ def check(built: Sequence[BuiltPage], absent: Sequence[PurePosixPath]) -> int:
         is_wrong = is_wrong or bool(page.missing or page.failures or page.form)
     for path in absent:
         print(f"{path} is not there, and py/flash_helpers/course/pages.py lists it")
-    unchecked = [line for page in built for line in page.unchecked]
-    if unchecked:
-        print("\n".join(unchecked))
     if not is_wrong and not absent:
-        print("all that can be checked is up to date" if unchecked else "all is up to date")
+        print("all is up to date")
     return int(is_wrong or bool(absent))
 
 

@@ -8,6 +8,7 @@ program ninja.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,18 +16,20 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
+from flash_helpers.compile import sources
 from flash_helpers.compile.codegen import (
     ALL_MAPS,
     BEST_PATTERN,
-    CONFIG_FOLDER,
     KERNEL_HEADER,
     BuiltKernel,
     all_maps_header,
-    configs_to_build,
+    families_in_library,
     kernel_map_header,
     kernel_unit,
+    library_configs,
     registration_unit,
 )
 from flash_helpers.compile.compilers import NVCC_FLAGS
@@ -39,12 +42,14 @@ from flash_helpers.compile.toolchain import (
     requested_architectures,
 )
 from flash_helpers.console.files import write_if_different
-from flash_helpers.kernel_configs import FAMILIES, Config
+from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.selection import UsageError, parse_steps
 
 LIBRARY = "libflash_attention.so"
 PTX_FOLDER = "ptx"
 LOG_FOLDER = "ptxas"
+BUILT_FROM = "built_from.json"  # digest of the sources of each kernel, by name
+SOURCE_FOLDERS = ("src/include", "previous_kernels", "kernels", "configs")
 MAP_FOLDER = "build/maps"
 STEPS_VARIABLE = "FLASH_ATTENTION_STEPS"
 
@@ -162,8 +167,7 @@ class LibraryBuild:
         self.folder = self.root / "build" / "kernels"
 
     def run(self, package: Path) -> None:
-        """Build the library, and the PTX and the ptxas log of each kernel, into `package`, and put
-        the files of the fastest configs beside them.
+        """Build the library, and the PTX and the ptxas log of each kernel, into `package`.
 
         Raises BuildError, with the compiler's output, when a unit does not compile.
         """
@@ -185,16 +189,17 @@ class LibraryBuild:
         _mirror({f"{name}.ptx": self._ptx(name) for name in names}, package / PTX_FOLDER)
         logs = {f"{name}.log": self._file(name, "log").read_text() for name in names}
         _mirror(logs, package / LOG_FOLDER)
-        _mirror_best_configs(self.root / CONFIG_FOLDER, package / CONFIG_FOLDER)
+        texts = {name: self._file(name, "cu").read_text() for name in names}
+        own = sources.Sources(self.root)
+        digests = {name: own.digest(sources.Unit(name, text)) for name, text in texts.items()}
+        write_if_different(package / BUILT_FROM, json.dumps(digests, indent=1) + "\n")
 
     def _units(self) -> list[Unit]:
         """Write the sources generated from the configs, and list the units to compile."""
         kernels: list[Unit] = []
-        for family in FAMILIES.values():
+        for family in families_in_library():
             targets = family.targets_for(self.architectures)
-            own = [config for config in self.configs if config.family is family and targets]
-            if not targets:
-                self.report(f"family {family.name} needs sm_{' or sm_'.join(family.targets)}")
+            own = [config for config in self.configs if config.family is family]
             maps = self.root / MAP_FOLDER / family.map_header.name
             write_if_different(maps, kernel_map_header(family, own))
             for config in own:
@@ -203,7 +208,7 @@ class LibraryBuild:
                     write_if_different(source, kernel_unit(config, function))
                     kernels.append(Unit(name, self._in_repository(source), targets))
         maps = self.root / MAP_FOLDER / ALL_MAPS.name
-        write_if_different(maps, all_maps_header(FAMILIES.values()))
+        write_if_different(maps, all_maps_header(families_in_library()))
         targets = tuple(dict.fromkeys(target for unit in kernels for target in unit.targets))
         if not targets:
             raise BuildError("a library needs at least one kernel: no config was given")
@@ -323,16 +328,12 @@ def _mirror(texts: Mapping[str, str], folder: Path) -> None:
             path.unlink()
 
 
-def _mirror_best_configs(source: Path, folder: Path) -> None:
-    _mirror({path.name: path.read_text() for path in sorted(source.glob(BEST_PATTERN))}, folder)
-
-
 def requested_configs(root: Path, environ: Mapping[str, str]) -> list[Config]:
     """The configs to build: all, or those of the steps that the environment names.
 
     Raises OSError, ValueError, and BuildError for a name that is no step's.
     """
-    configs = configs_to_build(root)
+    configs = library_configs(root)
     names = environ.get(STEPS_VARIABLE, "").split()
     try:
         steps = parse_steps(names)
@@ -362,11 +363,23 @@ def build_package(
     ).run(package)
 
 
+def copy_sources(root: Path, destination: Path) -> None:
+    """Copy what kernels are compiled from at first use to `destination`, and nothing else."""
+    shutil.rmtree(destination, ignore_errors=True)
+    for folder in SOURCE_FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            is_source = path.suffix == ".cuh" or fnmatch(path.name, BEST_PATTERN)
+            if is_source and path.is_file():
+                copy = destination / path.relative_to(root)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)
+
+
 def copy_built_files(package: Path, destination: Path) -> None:
     """Copy what `LibraryBuild.run` put into `package` to `destination`, and nothing else."""
     destination.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(package / LIBRARY, destination / LIBRARY)
+    for name in (LIBRARY, BUILT_FROM):
+        shutil.copy2(package / name, destination / name)
     for name in (PTX_FOLDER, LOG_FOLDER):
         shutil.rmtree(destination / name, ignore_errors=True)
         shutil.copytree(package / name, destination / name)
-    _mirror_best_configs(package / CONFIG_FOLDER, destination / CONFIG_FOLDER)

@@ -1,9 +1,9 @@
 """Source text made from configs: one translation unit per kernel, and each family's map from config
 to kernel.
 
-The maps are outputs. `configs_to_build` lists the configs to build: those of the registry, the
-fastest that sweeps have found (configs/best_*.json), and those that a user adds
-(configs/local.json). Standard library only.
+The maps are outputs, and hold the kernels of the library: for each family that is in it the fixed
+configs, the fastest that sweeps have found (configs/best_*.json) and those that a user adds
+(configs/local.json). Every other config is compiled at first use. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flash_helpers.kernel_configs import FAMILIES, Config, get_kernels_to_build, read_configs
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    Config,
+    get_kernel_progression_configs,
+    get_listed_configs,
+    read_configs,
+)
 from flash_helpers.registry.families import with_siblings
 from flash_helpers.registry.family import Family
 
@@ -38,23 +44,51 @@ def read_config_file(path: Path) -> list[Config]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def committed_configs(root: Path) -> list[Config]:
-    """Return the registry's configs and the fastest that sweeps have found, in order: those of the
-    committed maps. Raises OSError and ValueError."""
+def _winners(root: Path) -> list[Config]:
     best = sorted((root / CONFIG_FOLDER).glob(BEST_PATTERN))
-    found = [config for path in best for config in read_config_file(path)]
-    return with_siblings([*get_kernels_to_build(), *found])
+    return [config for path in best for config in read_config_file(path)]
 
 
-def configs_to_build(root: Path) -> list[Config]:
+def _added(root: Path) -> list[Config]:
+    local = root / LOCAL_CONFIGS
+    return read_config_file(local) if local.is_file() else []
+
+
+def committed_configs(root: Path) -> list[Config]:
+    """Return the registry's configs and the fastest that sweeps have found, in order.
+
+    Raises OSError and ValueError.
+    """
+    return with_siblings([*get_listed_configs(), *_winners(root)])
+
+
+def listed_configs(root: Path) -> list[Config]:
     """Return the committed configs and those that the user of this checkout has added, in order.
 
     Raises OSError and ValueError.
     """
-    local = root / LOCAL_CONFIGS
-    return with_siblings(
-        [*committed_configs(root), *(read_config_file(local) if local.is_file() else ())]
-    )
+    return with_siblings([*committed_configs(root), *_added(root)])
+
+
+def mapped_configs(root: Path) -> list[Config]:
+    """Return the configs of the committed maps, in order: of each family in the library the fixed
+    configs and the fastest that sweeps have found. Raises OSError and ValueError."""
+    return _in_library([*get_kernel_progression_configs(), *_winners(root)])
+
+
+def library_configs(root: Path) -> list[Config]:
+    """Return the configs of the library: those of the committed maps and, of the same families,
+    those that the user of this checkout has added. Raises OSError and ValueError."""
+    return _in_library([*mapped_configs(root), *_added(root)])
+
+
+def _in_library(configs: Iterable[Config]) -> list[Config]:
+    return with_siblings(config for config in configs if config.family.in_library)
+
+
+def families_in_library() -> list[Family[Any]]:
+    """Return the families that have a map."""
+    return [family for family in FAMILIES.values() if family.in_library]
 
 
 def local_configs_text(configs: Iterable[Config]) -> str:
@@ -65,11 +99,14 @@ def local_configs_text(configs: Iterable[Config]) -> str:
 
 def generated_files(root: Path, configs: Sequence[Config]) -> dict[Path, tuple[str, str]]:
     """Return the committed files that are made from the registry, relative to the root: the text of
-    each file on disk (empty without a file), and its new text. Raises OSError and ValueError."""
-    families = FAMILIES.values()
-    wanted = {family.map_header: kernel_map_header(family, configs) for family in families}
-    wanted[ALL_MAPS] = all_maps_header(families)
-    for family in families:
+    each file on disk (empty without a file), and its new text. `configs`: those of the maps.
+
+    Raises OSError and ValueError.
+    """
+    mapped = families_in_library()
+    wanted = {family.map_header: kernel_map_header(family, configs) for family in mapped}
+    wanted[ALL_MAPS] = all_maps_header(mapped)
+    for family in FAMILIES.values():
         header = wanted.get(family.header) or (root / family.header).read_text()
         wanted[family.header] = with_fields(header, family)
     return {

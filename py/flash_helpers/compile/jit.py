@@ -94,7 +94,7 @@ class Jit:
         self.debug = debug
         self.verbose = verbose
         self._find = find
-        self._sources = Sources(root)
+        self.sources = Sources(root)
         self._known: dict[str, Compiled] = {}  # by digest of the recipe
 
     @cached_property
@@ -142,11 +142,15 @@ class Jit:
             yield Outcome(unit, own_target, compiled)
         yield from self._compile(missing, timeout_s)
 
+    def has(self, units: Sequence[Unit], target: str) -> bool:
+        """Whether the cache has all units' kernels. Raises BuildError without a compiler."""
+        return not self._look_up(_pairs(units, target))[1]
+
     def recipe(self, unit: Unit, target: str, debug: bool | None = None) -> Recipe:
         """Return everything that a unit's kernel is made from. Raises BuildError."""
         debug = self.debug if debug is None else debug
         text = hashlib.sha256(unit.text.encode()).hexdigest()
-        return Recipe(unit.name, target, debug, text, self._sources.included(unit.text))
+        return Recipe(unit.name, target, debug, text, self.sources.included(unit.text))
 
     def key(self, recipe: Recipe) -> str:
         """Return the key of a recipe's kernel in the cache. Raises BuildError."""

@@ -78,6 +78,11 @@ class Sources:
         inside = f"{self.root}/"
         return {path.removeprefix(inside): found[path] for path in sorted(found)}
 
+    def digest(self, unit: Unit) -> str:
+        """Return a digest of a unit's text and of the name and content of each file that it
+        includes. Raises BuildError as `included` does."""
+        return digest([unit.text, list(self.included(unit.text).items())])
+
     def _read(self, path: str, status: os.stat_result) -> _File:
         stamp = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
         known = self._files.get(path)
@@ -115,12 +120,6 @@ def included_files(root: Path, text: str) -> list[Path]:
     """Return the files of the repository that a unit's text includes, directly or not; sorted.
     Raises BuildError as `Sources.included` does."""
     return [root.resolve() / name for name in Sources(root).included(text)]
-
-
-def source_digest(root: Path, unit: Unit) -> str:
-    """Return a digest of a unit's text and of the name and content of each file that it includes.
-    Raises BuildError as `Sources.included` does."""
-    return digest([unit.text, list(Sources(root).included(unit.text).items())])
 
 
 def digest(*parts: object) -> str:

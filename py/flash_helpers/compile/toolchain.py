@@ -38,7 +38,7 @@ _HOW_TO_GET_NVCC = (
 )
 
 
-class BuildError(Exception):
+class BuildError(RuntimeError):
     """The kernels cannot be built; the message says what to do."""
 
 

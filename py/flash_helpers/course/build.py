@@ -24,7 +24,7 @@ from flash_helpers.course.commands import (
     with_output,
 )
 from flash_helpers.course.english import english_errors
-from flash_helpers.course.evidence import Evidence, NotBuiltError
+from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.form import form_errors
 from flash_helpers.course.glossary import Term, link_first_uses, read_terms
 from flash_helpers.course.links import PICTURES
@@ -103,14 +103,13 @@ def build_pages(
     page's in a copy of the repository.
 
     run: run the commands; without it output blocks stay unchanged. check: run all commands, not
-    only those that an output block needs. With check, blocks of architectures that the installed
-    library lacks stay unchanged.
+    only those that an output block needs.
 
     Raises PageError with all faults, if there are any; GlossaryError; and OSError if there is no
     room for a copy.
     """
     terms = read_terms(evidence.root)
-    built = [BuiltPage(page, evidence, terms, check) for page in pages]
+    built = [BuiltPage(page, evidence, terms) for page in pages]
     wanted = {page: page.commands(until_output=not check) if run else [] for page in built}
     total = sum(map(len, wanted.values())) + sum(len(page.blocks) for page in pages)
     runner = Runner(command_environment())
@@ -149,19 +148,16 @@ class BuiltPage:
     """A page as it is and as it should be.
 
     failures: texts on commands that did not end with the expected status. missing: paths of absent
-    pictures. unchecked: a line for each block that the installed library cannot tell. form: faults
+    pictures. form: faults
     of the English, and of the form of a step's page.
     """
 
-    def __init__(
-        self, source: SourcePage, evidence: Evidence, terms: Sequence[Term], check: bool
-    ) -> None:
+    def __init__(self, source: SourcePage, evidence: Evidence, terms: Sequence[Term]) -> None:
         self.path, self.old = source.path, source.text
         self.failures: list[Outcome] = []
         self.missing: list[PurePosixPath] = []
-        self.unchecked: list[str] = []
         self.form: list[str] = []
-        self._source, self._evidence, self._check = source, evidence, check
+        self._source, self._evidence = source, evidence
         self._terms = terms
         self._texts: list[str] = []
         self._said: set[str] = set()
@@ -173,16 +169,7 @@ class BuiltPage:
 
     def commands(self, until_output: bool) -> list[Command]:
         """Commands that are to be run. until_output: as in `SourcePage.commands`."""
-        found = []
-        for command in self._source.commands(until_output):
-            try:
-                self._evidence.require_built(command.architectures)
-            except NotBuiltError as error:
-                if self._check:
-                    self._leave(command.line, error)
-                    continue
-            found.append(command)
-        return found
+        return self._source.commands(until_output)
 
     def write(self, on_block: Callable[[], object]) -> Iterator[str]:
         """Write all blocks except the output of commands; yields faults."""
@@ -194,10 +181,7 @@ class BuiltPage:
             try:
                 text = self._text(part)
             except (OSError, RuntimeError, ValueError) as error:
-                if self._check and isinstance(error, NotBuiltError):
-                    self._leave(part.line, error)
-                else:
-                    yield f"{self.path}:{part.line}: {error}"
+                yield f"{self.path}:{part.line}: {error}"
             self._texts.append(part.written(text))
             on_block()
 
@@ -210,9 +194,6 @@ class BuiltPage:
         if page and page.step:
             errors += form_errors(page.place, parts)
         self.form = [f"{self.path}: {error}" for error in errors]
-
-    def _leave(self, line: int, reason: NotBuiltError) -> None:
-        self.unchecked.append(f"{self.path}:{line}: not checked: {reason}")
 
     def _text(self, part: Block) -> str:
         if part.kind == blocks.OUTPUT_KIND:

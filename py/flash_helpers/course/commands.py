@@ -63,11 +63,6 @@ class Command:
     line: int
     status: int
 
-    @property
-    def architectures(self) -> list[str]:
-        """Architectures that the command needs in the library."""
-        return re.findall(r"--arch[ =](sm_\w+)", self.text)
-
 
 @dataclass(frozen=True)
 class Console:

@@ -3,7 +3,7 @@ the simulator, and committed measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import ClassVar
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.sources import CodeDiff, code_diff
-from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
-from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
+from flash_helpers.measure.machine_code import ConfigFacts, config_facts, own_kernels
 from flash_helpers.measure.results import (
     RESULTS,
     BenchmarkResults,
@@ -23,10 +22,9 @@ from flash_helpers.measure.results import (
     results_by_family,
 )
 from flash_helpers.ptx import Counts, Phase
-from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.family import Step
 from flash_helpers.registry.problem import Problem
 from flash_helpers.registry.selection import UsageError
-from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Kernel
 
 PUBLISHED = Path("docs/data/published.json")
@@ -120,15 +118,11 @@ def count_kernel(
     return KernelCounts(counters.total, main_loop, counters.by_opcode())
 
 
-class NotBuiltError(RuntimeError):
-    """The installed library was built for other architectures; the message names them."""
-
-
 class Evidence:
     """The sources of numbers in one checkout of the repository.
 
     root: of the repository. Every method raises ValueError (SassError and UsageError among them),
-    OSError or RuntimeError (NotBuiltError among them) if a number is not available.
+    OSError or RuntimeError (BuildError among them) if a number is not available.
     """
 
     def __init__(self, root: Path) -> None:
@@ -156,27 +150,17 @@ class Evidence:
         """Published figures on other GPUs."""
         return Published.load(self.root / PUBLISHED)
 
-    def require_built(self, architectures: Collection[str]) -> None:
-        """Raise NotBuiltError unless the library holds code for all of these architectures."""
-        missing = set(architectures).difference(library.architectures() if architectures else ())
-        if missing:
-            raise NotBuiltError(
-                f"the installed library holds no code for {', '.join(sorted(missing))}, only for "
-                f"{', '.join(library.architectures())}"
-            )
-
     def facts(self, config: Config, architecture: str) -> ConfigFacts:
-        """Facts of the machine code of one of the library's kernels.
+        """Facts of the machine code of a kernel.
 
         architecture: such as "sm_90", which stands for sm_90a where a family is built for that.
         """
-        return self._facts(config, target_of(config.family, architecture))
+        return self._facts(config, config.family.target_on(architecture))
 
     def _read_facts(self, config: Config, target: str) -> ConfigFacts:
         return config_facts(config, self._kernel(config, target), self.results_of(config.step))
 
     def _kernel(self, config: Config, target: str) -> Kernel:
-        self.require_built([target])
         if (config, target) not in self._kernels:
             # Read the whole progression: opening the library takes longer than reading a kernel.
             wanted = {config}
@@ -187,7 +171,7 @@ class Evidence:
                     if c.dtype == DTYPE and c.family is config.family
                 )
             with progress_bar(f"read SASS of {target}") as progress:
-                found = library_kernels(target, wanted, progress=progress)
+                found = own_kernels(target, wanted, progress=progress)
             self._kernels.update({(c, target): kernel for c, kernel in found.items()})
         return self._kernels[config, target]
 
@@ -197,17 +181,3 @@ class Evidence:
         if step.parent is None:
             raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
         return code_diff(STEPS[step.parent], step, self.root)
-
-
-def target_of(family: Family, architecture: str) -> str:
-    """Target of a family's compilation for an architecture such as "sm_90".
-
-    Raises UsageError if the family's kernels are not made for it.
-    """
-    targets = family.targets_for([capability_of(architecture)])
-    if not targets:
-        raise UsageError(
-            f"the kernels of family {family.name} are made for "
-            f"{', '.join(f'sm_{target}' for target in family.targets)}, not for {architecture}"
-        )
-    return f"sm_{targets[0]}"

@@ -69,7 +69,7 @@ def build_site(
     A build that fails leaves the site that was there.
 
     Raises SiteError where no site can be built, SiteWarningsError for warnings if strict, and
-    SassError, NotBuiltError, PlotError, ValueError or OSError for a library or files that cannot be
+    SassError, BuildError, PlotError, ValueError or OSError for a library or files that cannot be
     read.
     """
     require_site_packages()

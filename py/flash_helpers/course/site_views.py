@@ -64,7 +64,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
     """The view of each step, from the kernels of the installed library. pages: names of the pages
     about a step, which the views lead back to, by its id.
 
-    Raises SassError, NotBuiltError or OSError if the library has not all of them.
+    Raises SassError, BuildError or OSError if the library has not all of them.
     """
 
     @functools.cache  # a kernel is shown with its parent, and with each that it is the parent of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from flash_helpers.console.tables import number
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, Arguments, with_parent
 from flash_helpers.course.columns import folded_table
-from flash_helpers.course.evidence import Evidence, target_of
+from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sources import code_lines
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import Config
@@ -75,7 +75,7 @@ def compiled_by(facts: ConfigFacts) -> str:
 
 def compiled_for(facts: ConfigFacts, architecture: str) -> str:
     """Sentence that names dtype, compiler, and the target for an architecture such as "sm_90"."""
-    return f"{target_of(facts.config.family, architecture)}, {compiled_by(facts)}"
+    return f"{facts.config.family.target_on(architecture)}, {compiled_by(facts)}"
 
 
 def diff_block(evidence: Evidence, arguments: Arguments) -> str:

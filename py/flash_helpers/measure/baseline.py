@@ -14,14 +14,12 @@ from typing import Any
 import msgspec
 
 from flash_helpers.console.files import write_if_different
-from flash_helpers.console.progress import Progress
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import LIMITS
-from flash_helpers.kernel_configs import Config, find_config
+from flash_helpers.kernel_configs import Config
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases, main_loop
 from flash_helpers.sass.analyse.products import Gaps, product_gaps
-from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
 FORMAT = 1
@@ -209,39 +207,19 @@ def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
     )
 
 
-def read_library(
-    path: Path,
-    architectures: Sequence[str] | None = None,
-    *,
-    progress: Progress | None = None,
+def read_figures(
+    kernels: Mapping[str, Mapping[Config, Kernel]],
 ) -> tuple[Compiler, list[KernelFigures]]:
-    """The compiler of a kernel library, and the figures of the kernels that it made.
+    """The compiler of kernels, and their figures. kernels: by architecture, as of `own_kernels`.
 
-    architectures: such as ["sm_90"]; None takes all in the library. progress: as for
-    `reader.load_kernels`, for each architecture.
-
-    Kernels that are not of this repository are left out. Raises SassError as `reader.load_kernels`
-    does, if the library holds no forward kernel of this repository, and if several compilers made
-    its kernels.
+    Raises SassError if several compilers made them.
     """
-    listed = reader.list_kernels(path)
-    configs = {symbol: config for _, symbol in listed if (config := find_config(symbol))}
-    if not configs:
-        raise SassError(f"{path} holds no forward kernel of this repository")
-    there = sorted({architecture for architecture, symbol in listed if symbol in configs})
-    compilers = set()
-    found = []
-    for architecture in architectures or there:
-        # A family may be built for one architecture alone. If none is, the reader raises.
-        own = [symbol for found_for, symbol in listed if found_for == architecture]
-        wanted = [symbol for symbol in own or configs if symbol in configs]
-        for kernel in reader.load_kernels(path, architecture, wanted, progress=progress):
-            compilers.add(replace(kernel.compiler, options=""))
-            found.append(figures_of(kernel, configs[kernel.symbol]))
+    every = [(c, kernel) for of_one in kernels.values() for c, kernel in of_one.items()]
+    compilers = {replace(kernel.compiler, options="") for _, kernel in every}
     if len(compilers) != 1:
         names = ", ".join(sorted(map(str, compilers)))
-        raise SassError(f"{path} was made by several compilers ({names}): build it anew")
-    return compilers.pop(), found
+        raise SassError(f"several compilers made the kernels ({names}): build the library anew")
+    return compilers.pop(), [figures_of(kernel, config) for config, kernel in every]
 
 
 @dataclass(frozen=True)

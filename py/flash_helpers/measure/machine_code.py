@@ -3,17 +3,16 @@ measurements, and of kernels from any file."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import statistics
-import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flash_helpers.console.progress import Progress
-from flash_helpers.gpu import SM_COUNTS, capability_of, largest_device
+from flash_helpers.gpu import SM_COUNTS, largest_device
 from flash_helpers.kernel_configs import (
     Config,
     Problem,
@@ -29,13 +28,17 @@ from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_counts
 from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.lines import Chain, relative_to_repository
-from flash_helpers.sass.read.reader import list_kernels, load_kernel, load_kernels
-from flash_helpers.sass.read.records import Kernel, SassError, SassWarning, SourceLine
+from flash_helpers.sass.read.reader import (
+    chosen_kernels,
+    load_kernel,
+    read_chosen,
+)
+from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
 from flash_helpers.sass.read.symbols import plain_name
 from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
 
-ARCHITECTURE = "sm_90"  # of the committed measurements
+ARCHITECTURE = "sm_90"  # of the committed measurements, and the default
 SIZE = 4096  # of the problem whose measurement a bound is compared with
 
 _FOLDED = "vN"
@@ -52,58 +55,52 @@ def installed_library() -> Path:
         raise SassError(str(error)) from error
 
 
-def library_configs(architecture: str) -> list[Config]:
-    """Configs that the installed library holds for an architecture such as "sm_90", sorted.
+def listed_configs(architecture: str) -> list[Config]:
+    """Listed configs with kernels for an architecture such as "sm_90", sorted.
 
-    Raises SassError as `reader.list_kernels` does, and if the library holds none.
+    Raises SassError if there is none, or the package is not installed.
     """
-    path = installed_library()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SassWarning)  # the library has families of one variant
-        symbols = [symbol for _, symbol in list_kernels(path, architecture)]
-    # The library may hold kernels of another kind, too.
-    found = [config for config in map(find_config, symbols) if config is not None]
-    if not found:
-        raise SassError(f"{path} holds no forward kernel for {architecture}: build it again")
-    return sorted(found)
-
-
-def default_architecture() -> str:
-    """ARCHITECTURE if the installed library has it; otherwise the library's latest architecture,
-    which a line on stderr then names.
-
-    Raises SassError if the library is absent, or is no library.
-    """
+    found = []
     try:
-        there = [name for name in library.architectures() if name.startswith("sm_")]
+        for config in library.kernels():
+            with contextlib.suppress(ValueError):
+                config.family.target_on(architecture)
+                found.append(config)
     except RuntimeError as error:
         raise SassError(str(error)) from error
-    if ARCHITECTURE in there:
-        return ARCHITECTURE
-    found = max(there, key=capability_of)
-    print(f"the library has no code for {ARCHITECTURE}: this is {found}", file=sys.stderr)
+    if not found:
+        raise SassError(f"no kernel is made for {architecture}")
     return found
 
 
-def library_kernels(
+def own_kernels(
     architecture: str,
     configs: Iterable[Config] | None = None,
     *,
     progress: Progress | None = None,
 ) -> dict[Config, Kernel]:
-    """Forward kernels of the installed library, by config, sorted. configs: None takes all.
+    """Kernels of configs for an architecture, by config, sorted: those of the library, and others
+    compiled now if the cache does not have them. configs: None takes all that are listed.
 
-    Raises SassError as `reader.load_kernels` does, if the library is absent, and for configs that
-    it does not hold.
+    Raises SassError as `reader.load_kernels` does, if a kernel does not compile, and for configs
+    that are not made for the architecture.
     """
-    names = None if configs is None else sorted(config.short_form() for config in configs)
-    if names == []:
-        return {}
-    kernels = load_kernels(
-        installed_library(), architecture, names or (), sources=own_paths, progress=progress
-    )
+    wanted = sorted(listed_configs(architecture) if configs is None else set(configs))
+    try:
+        paths = library.code_paths(wanted, architecture)
+    except (RuntimeError, ValueError) as error:
+        raise SassError(str(error)) from error
+    names: dict[Path, list[str]] = {}
+    for name, path in paths.items():
+        names.setdefault(path, []).append(name)
+    chosen = [
+        kernel
+        for path, own in names.items()
+        for kernel in chosen_kernels(path, architecture, own, member="")
+    ]
+    kernels = read_chosen(chosen, sources=own_paths, progress=progress)
     found = {find_config(kernel.symbol): kernel for kernel in kernels}
-    return {config: found[config] for config in sorted(filter(None, found))}
+    return {config: found[config] for config in wanted}
 
 
 def own_paths(symbol: str, sources: Sequence[Chain]) -> Sequence[Chain]:
@@ -352,10 +349,12 @@ def _function_name(symbol: str) -> str:
 # -- sources ---------------------------------------------------------------------------------------
 
 
-def shipped_ptx(config: Config) -> str:
-    """PTX of a kernel, shipped with the library; "" if it is absent."""
-    path = library.ptx_path(config)
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+def own_ptx(config: Config) -> str:
+    """PTX of a kernel; "" if it cannot be read."""
+    try:
+        return library.ptx_path(config).read_text(encoding="utf-8")
+    except (OSError, RuntimeError):
+        return ""
 
 
 def matrix_page(matrix: Matrix, root: Path) -> str:
@@ -369,9 +368,7 @@ def matrix_page(matrix: Matrix, root: Path) -> str:
             sources.update(texts)
         rows.append(facts)
         ptx.append(
-            shipped_ptx(facts.config)
-            if isinstance(facts, ConfigFacts) and facts.where is None
-            else ""
+            own_ptx(facts.config) if isinstance(facts, ConfigFacts) and facts.where is None else ""
         )
     sources.update(read_sources([f.kernel for f in rows if isinstance(f, ConfigFacts)], root))
     only_own = all(isinstance(facts, ConfigFacts) for facts in rows)

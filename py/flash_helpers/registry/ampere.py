@@ -255,8 +255,9 @@ AMPERE = Family(
     header=HEADER,
     dtypes=DTYPES,
     closed=True,
+    in_library=True,
     # A test whose cache two workers fill counts twice.
     simulated_budget=18_000_000,
     matrix_budget=32_000_000,
-    also_built=large_configs,
+    also_listed=large_configs,
 )

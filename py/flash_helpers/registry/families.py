@@ -201,7 +201,8 @@ def with_siblings(configs: Iterable[Config]) -> list[Config]:
     return sorted({sibling for config in configs for sibling in config.siblings()})
 
 
-def kernels_to_build() -> list[Config]:
-    """Return the configs that the library holds in any case, sorted."""
-    more = (config for family in FAMILIES.values() for config in family.also_built())
+def listed_configs() -> list[Config]:
+    """Return the configs that the registry lists, sorted. Any other valid config can be called,
+    too."""
+    more = (config for family in FAMILIES.values() for config in family.also_listed())
     return with_siblings([*progression(), *more])

@@ -91,9 +91,10 @@ class Family(Generic[C]):
     fp16 is worth a kernel of its own. With None every step is built in every dtype. `closed`: no
     step will be added. `simulated_budget`: warp instructions of its kernels that one run of the
     tests may simulate; none for a family that no test simulates. `matrix_budget`: the same for a
-    run of the tests with marker `matrix`. `also_built`: configs that the library holds beside the
-    progression. `successor`: a sentence about the present name of a short form that a family once
-    had; "" for any other text.
+    run of the tests with marker `matrix`. `in_library`: the library holds the fixed configs and
+    the winners of sweeps; what it does not hold is compiled at first use. `also_listed`: configs
+    that are listed beside the progression and the winners. `successor`: a sentence about the
+    present name of a short form that a family once had; "" for any other text.
     """
 
     name: str
@@ -112,12 +113,14 @@ class Family(Generic[C]):
     closed: bool = False
     simulated_budget: int = 0
     matrix_budget: int = 0
-    also_built: Callable[[], Iterable[C]] = field(default=tuple, compare=False)
+    in_library: bool = False
+    also_listed: Callable[[], Iterable[C]] = field(default=tuple, compare=False)
     successor: Callable[[str], str] = field(default=lambda _: "", compare=False)
 
     @property
     def map_header(self) -> PurePosixPath:
-        """The generated map from config to kernel, relative to the root."""
+        """The generated map from config to kernel, relative to the root, of a family in the
+        library."""
         return PurePosixPath(f"src/include/{self.name}_kernels.cuh")
 
     def step_id(self, number: int) -> str:
@@ -205,6 +208,17 @@ class Family(Generic[C]):
             return tuple(map(str, architectures))
         numbers = [str(architecture) for architecture in architectures]
         return tuple(target for target in self.targets if target[:-1] in numbers)
+
+    def target_on(self, architecture: str) -> str:
+        """Return the target of the kernels for an architecture: "sm_90a" for "sm_90" if the family
+        is made for that. Raises ValueError for an architecture that it is not made for."""
+        targets = [f"sm_{target}" for target in self.targets_for([gpu.capability_of(architecture)])]
+        if not targets or architecture not in (targets[0], targets[0].rstrip("a")):
+            raise ValueError(
+                f"the kernels of family {self.name} are made for "
+                f"{', '.join(f'sm_{target}' for target in self.targets)}, not for {architecture}"
+            )
+        return targets[0]
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of a compute capability such as (9, 0) can run the kernels."""

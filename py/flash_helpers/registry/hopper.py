@@ -630,5 +630,5 @@ HOPPER = Family(
     computing=frozenset({LAZY_RESCALE, REPLAYS, UNCHECKED, ASKS_LATE, RAGGED}),
     simulated_budget=21_000_000,
     matrix_budget=66_000_000,
-    also_built=tuned_configs,
+    also_listed=tuned_configs,
 )

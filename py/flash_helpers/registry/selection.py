@@ -133,8 +133,8 @@ def parse_steps(selectors: Iterable[str]) -> list[Step]:
     return [step for step in STEPS.values() if step.id in found]
 
 
-def built_config(built: Sequence[Config], selector: str) -> Config:
-    """Return the built config of a short form. Raises UsageError."""
+def named_config(selector: str) -> Config:
+    """Return the config of a short form, which need not be listed. Raises UsageError."""
     if _FILE.search(selector):
         raise UsageError(
             f"kernel {selector!r} is a file, and this tool takes {KERNEL_NAMES}: debug.py --ptx "
@@ -143,27 +143,21 @@ def built_config(built: Sequence[Config], selector: str) -> Config:
             "(docs/own_kernel.md)"
         )
     try:
-        config = config_from_short_form(selector)
+        return config_from_short_form(selector)
     except ValueError as error:
         raise UsageError(
             f"kernel {selector!r} is not {KERNEL_NAMES}: {error}{_nearest_text(selector)}"
         ) from error
-    if config not in built:
-        raise UsageError(
-            f"kernel {selector} is not built; the nearest that is: "
-            f"{nearest_config(config, built).short_form()}"
-        )
-    return config
 
 
 def _configs_of_steps(
-    built: Sequence[Config], selector: str, steps: Iterable[Step], dtype: Element | None = None
+    listed: Sequence[Config], selector: str, steps: Iterable[Step], dtype: Element | None = None
 ) -> dict[str, list[Config]]:
-    """Return the built configs of each step, by its id. `dtype`: dtype of the configs; any by
+    """Return the listed configs of each step, by its id. `dtype`: dtype of the configs; any by
     default."""
     steps = list(steps)
     of_step = {
-        step.id: [c for c in built if c.step.id == step.id and dtype in (None, c.dtype)]
+        step.id: [c for c in listed if c.step.id == step.id and dtype in (None, c.dtype)]
         for step in steps
     }
     found = {name: configs for name, configs in of_step.items() if configs}
@@ -171,57 +165,56 @@ def _configs_of_steps(
     several = selector == ALL or selector in FAMILIES
     if missing and not (several and found):
         of_dtype = "" if dtype is None else f" in {dtype.short}"
-        others = [config for config in built if config.step in missing]
+        others = [config for config in listed if config.step in missing]
         raise UsageError(
-            f"kernel {selector!r}: no config of {ranges_text(missing)} is built"
-            f"{of_dtype}{_built_dtypes_text(others)}"
+            f"kernel {selector!r}: no config of {ranges_text(missing)} is listed"
+            f"{of_dtype}{_dtypes_text(others)}"
         )
     return found
 
 
-def _built_dtypes_text(configs: Iterable[Config]) -> str:
-    """Return the dtypes that configs are built in, after a semicolon; "" for no config."""
+def _dtypes_text(configs: Iterable[Config]) -> str:
+    """Return the dtypes that configs are listed in, after a semicolon; "" for no config."""
     dtypes = {config.dtype for config in configs}
     names = ", ".join(element.short for element in _DTYPES if element in dtypes)
     return f"; there is {names}" if names else ""
 
 
 def select_kernels(
-    built: Sequence[Config],
+    listed: Sequence[Config],
     selectors: Iterable[str],
     dtypes: Iterable[Element],
     default: Iterable[Config] = (),
     problems: Mapping[str, Problem] = MappingProxyType({}),
 ) -> list[Config]:
-    """Return the built configs that the selectors name (see KERNEL_NAMES), of the given dtypes,
-    sorted. A step stands for all of its built configs.
+    """Return the listed configs that the selectors name (see KERNEL_NAMES), of the given dtypes,
+    sorted. A step stands for all of its listed configs.
 
-    `built`: the configs of the library. `problems`: by operation; of a step whose configs are made
+    `listed`: the configs to choose from, such as those of `library.kernels()`. `problems`: by
+    operation; of a step whose configs are made
     for different problems, such as causal ones, only those made for such a problem. `default`:
-    configs taken without any selector; those that are not built are left out.
+    configs taken without any selector; those that are not listed are left out.
 
-    Raises UsageError if a selector names nothing that is built, or if no config is left.
+    Raises UsageError if a selector names nothing that is listed, or if no config is left.
     """
-    if not built:
-        raise UsageError("the library holds no kernel: generate the instantiations and build again")
     selectors = list(selectors)
     wanted = set(dtypes)
     named: set[Config] = set()
     for selector in selectors:
         steps = find_steps(selector)
         if steps is None:
-            named.add(built_config(built, selector))
+            named.add(named_config(selector))
             continue
-        for configs in _configs_of_steps(built, selector, steps).values():
+        for configs in _configs_of_steps(listed, selector, steps).values():
             named.update(_made_for(problems.get(configs[0].family.operation.name), configs))
     if not selectors:
-        named = set(default) & set(built)
+        named = set(default) & set(listed)
     chosen = sorted(config for config in named if config.dtype in wanted)
     if not chosen:
         raise UsageError(
-            f"no built kernel is left for --kernel {' '.join(selectors) or '(default)'} and dtype "
+            f"no listed kernel is left for --kernel {' '.join(selectors) or '(default)'} and dtype "
             f"{', '.join(sorted(dtype.short for dtype in wanted))}: widen one of the two"
-            f"{_built_dtypes_text(named)}"
+            f"{_dtypes_text(named)}"
         )
     return chosen
 
@@ -236,7 +229,7 @@ def _made_for(problem: Problem | None, configs: Sequence[Config]) -> Sequence[Co
 
 def chosen_kernels(
     arguments: argparse.Namespace,
-    built: Sequence[Config],
+    listed: Sequence[Config],
     problems: Mapping[str, Problem] = MappingProxyType({}),
 ) -> list[Config]:
     """Return `select_kernels` of the arguments of `add_kernel_arguments`, by default the
@@ -251,7 +244,7 @@ def chosen_kernels(
         variants = [(variant_for(c, problem), problem) for c, problem in own if problem]
         progression = [c for c, problem in variants if not c.supports.lacking(problem)]
     return select_kernels(
-        built, arguments.kernel, parse_dtypes(arguments.dtype), progression, problems
+        listed, arguments.kernel, parse_dtypes(arguments.dtype), progression, problems
     )
 
 
@@ -259,7 +252,7 @@ Wanted = Config | Mapping[str, Any] | None
 
 
 def choose_kernels(
-    built: Sequence[Config],
+    listed: Sequence[Config],
     selectors: Iterable[str],
     dtype: Element,
     wanted: Wanted = None,
@@ -269,23 +262,23 @@ def choose_kernels(
 
     `wanted`: which config of a step: the one nearest to a config; the one that has the values of
     some fields, the fixed one if there are several; None: the fixed one, or the first that is
-    built.
+    listed.
 
-    Raises UsageError if a selector names nothing that is built, or no config has the values.
+    Raises UsageError if a selector names nothing that is listed, or no config has the values.
     """
     chosen: dict[Config, None] = {}
     for selector in selectors:
         steps = find_steps(selector)
         if steps is None:
-            chosen[built_config(built, selector)] = None
+            chosen[named_config(selector)] = None
             continue
-        for configs in _configs_of_steps(built, selector, steps, dtype).values():
+        for configs in _configs_of_steps(listed, selector, steps, dtype).values():
             chosen[_choose(configs, wanted)] = None
     return list(chosen)
 
 
 def _choose(candidates: Sequence[Config], wanted: Wanted) -> Config:
-    """Return one of the built configs of a step in a dtype."""
+    """Return one of the listed configs of a step in a dtype."""
     if isinstance(wanted, Config):
         return nearest_config(wanted, candidates)
     first = candidates[0]
@@ -298,7 +291,7 @@ def _choose(candidates: Sequence[Config], wanted: Wanted) -> Config:
     if not matching:
         asked = ", ".join(f"{name}={value}" for name, value in (wanted or {}).items())
         raise UsageError(
-            f"--config {asked}: no such config of {first.step.id} is built; those that are: "
+            f"--config {asked}: no such config of {first.step.id} is listed; those that are: "
             f"{', '.join(config.short_form() for config in candidates)}"
         )
     return nearest_config(usual, matching)

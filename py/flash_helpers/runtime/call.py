@@ -182,8 +182,12 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
         if tensor.name in given:
             tensors.check_output_layout(tensor.name, given[tensor.name])
     call = config.call(problem, strides, gpu)
+    ran = config.runs_as(strides)
     index = first.device.index if first.device.type == "cuda" else None
-    launchers = () if index is None else tuple(library.Launcher(x, index) for x in call.launches)
+    launchers: tuple[library.Launcher, ...] = ()
+    if index is not None:
+        numbers = _numbers(ran, gpu, index)
+        launchers = tuple(library.Launcher(x, numbers[x.kernel], index) for x in call.launches)
     layouts: list[tensors.Laid] = [
         given[x.name] if x.name in given else _usual_layout(x, first.device) for x in taken
     ]
@@ -200,7 +204,7 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
             exchange, first.__dlpack_device__(), config.supports.alignment, described
         )
     return Plan(
-        config.runs_as(strides),
+        ran,
         call,
         tuple(tensor.name for tensor in taken),
         tuple((n, _allocator(x, first)) for n, x in enumerate(taken) if x.is_output),
@@ -211,6 +215,19 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
         options,
         quick,
     )
+
+
+def _numbers(config: Config, gpu: Device, index: int) -> dict[str, int]:
+    """`library.numbers`, which compiles nothing while a CUDA graph is captured."""
+    with torch.cuda.device(index):
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    try:
+        return library.numbers([config], gpu.capability, may_compile=not is_capturing)
+    except library.NotCompiled as error:
+        raise RuntimeError(
+            f"{error}, and a CUDA graph is being captured: call "
+            f'flash_attention.prepare("{config.short_form()}") before the capture'
+        ) from None
 
 
 def _usual_layout(tensor: Tensor, device: torch.device) -> tensors.Layout:
@@ -259,7 +276,7 @@ def _checked(
 
 
 def prepare(cfg: Config | str, *given: torch.Tensor | None, **options: Any) -> ReadyCall:
-    """Check a call of a built config on dense tensors.
+    """Check a call of a config on dense tensors, and compile its kernels if they are new.
 
     `given`: the problem's tensors in the order of `Problem.axes`; an output that is None or left
     out is allocated, contiguous; an optional one is not computed then. `options`: options of the
@@ -267,8 +284,8 @@ def prepare(cfg: Config | str, *given: torch.Tensor | None, **options: Any) -> R
 
     The checks of dtypes, shapes and strides run once for each layout, not in every call.
 
-    Raises TypeError for a wrong dtype, ValueError for a config that was not built and any other
-    wrong argument, RuntimeError for a device that cannot run the kernel.
+    Raises TypeError for a wrong dtype, ValueError for any other wrong argument, RuntimeError for a
+    device that cannot run the kernel, and BuildError for a kernel that does not compile.
     """
     kind = library.resolve(cfg).family.operation.problem
     asked = (cfg, tuple(options.items()))
@@ -287,7 +304,7 @@ def compute(
     """`prepare` and run, in as little time as possible; returns all tensors, outputs included.
 
     `kind`: problem class of the operation. `asked`: a config or its short form, or a key that
-    `choose` finds a built config for; and options.
+    `choose` finds a config for; and options.
     """
     first = given[0]
     assert first is not None  # an input
@@ -321,6 +338,23 @@ def calls_logged(log: CallLog | None) -> Iterator[None]:
         _quick_plans.clear()
 
 
+def compile_ahead(configs: Sequence[Config], device: torch.device) -> None:
+    """Compile the kernels of configs for a device, several at once, and load them there, so that no
+    call has to. For the CPU, where they are simulated, only their PTX is made.
+
+    Raises RuntimeError for a device that cannot run a kernel, and BuildError for a kernel that does
+    not compile.
+    """
+    if device.type == "cpu":
+        library.ptx_paths(configs)
+        return
+    index = tensors.device_index(device)
+    gpus = [tensors.device_for(config.family, torch.device("cuda", index)) for config in configs]
+    library.numbers(configs, gpus[0].capability)
+    for config in configs:
+        library.resources(config, gpus[0].capability, index)
+
+
 def register(name: str, symbol: str, image: bytes) -> None:
     """`library.register`; calls that were planned with a kernel of the same name are planned
     anew."""
@@ -332,9 +366,10 @@ def register(name: str, symbol: str, image: bytes) -> None:
 def resources(
     cfg: Config | str, device: torch.device | str | int | None = None
 ) -> library.KernelResources:
-    """Return the resources of a built config on a CUDA device (default: the current one).
+    """Return the resources of a config on a CUDA device (default: the current one).
 
-    Raises ValueError for a config that was not built or a device that is no CUDA device, and
-    RuntimeError with CUDA's text.
+    Raises ValueError for a device that is no CUDA device, and RuntimeError with CUDA's text.
     """
-    return library.resources(cfg, tensors.device_index(device))
+    config, index = library.resolve(cfg), tensors.device_index(device)
+    gpu = tensors.device_for(config.family, torch.device("cuda", index))
+    return library.resources(config, gpu.capability, index)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from flash_helpers.compile.build import LIBRARY, PTX_FOLDER
-from flash_helpers.compile.package import HOW_TO_BUILD, package_folder
-from flash_helpers.kernel_configs import Config, Element, config_from_short_form, nearest_config
+from flash_helpers.compile.build import BUILT_FROM, LIBRARY, PTX_FOLDER
+from flash_helpers.compile.codegen import listed_configs
+from flash_helpers.compile.jit import default_jit, units_of
+from flash_helpers.compile.package import HOW_TO_BUILD, package_folder, sources_root
+from flash_helpers.compile.sources import Unit
+from flash_helpers.kernel_configs import Config, Element, config_from_short_form
 from flash_helpers.registry.call import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
-from flash_helpers.registry.config import difference_text
 
 STREAM = "stream"  # its handle, among the addresses of a launch
 
@@ -144,13 +147,31 @@ def library_path() -> Path:
     return path
 
 
-def ptx_path(config: Config, function: str = "") -> Path:
-    """Return the path of the PTX of a built kernel, which the package ships.
+def ptx_paths(configs: Iterable[Config]) -> dict[str, Path]:
+    """Return the path of the PTX of each kernel of some configs, by its name, for the first target
+    of its family: what the library was built from, or compiled now if the cache does not have it.
 
-    `function`: one of the family's kernels, the first by default.
+    Raises BuildError if a kernel does not compile.
     """
-    name = config.kernels[function or next(iter(config.kernels))]
-    return package_folder() / PTX_FOLDER / f"{name}.ptx"
+    found: dict[str, Path] = {}
+    missing: dict[str, list[Unit]] = {}
+    for config in configs:
+        for unit in units_of(config):
+            if is_built(unit):
+                found[unit.name] = package_folder() / PTX_FOLDER / f"{unit.name}.ptx"
+            else:
+                missing.setdefault(f"compute_{config.family.targets[0]}", []).append(unit)
+    for target, units in missing.items():
+        found |= {kernel.name: kernel.ptx_path for kernel in default_jit().get(units, target)}
+    return found
+
+
+def ptx_path(config: Config, function: str = "") -> Path:
+    """Return the path of the PTX of one of a config's kernels, as `ptx_paths` does.
+
+    `function`: the first of the family's kernels by default.
+    """
+    return ptx_paths([config])[config.kernels[function or next(iter(config.kernels))]]
 
 
 @functools.cache
@@ -200,20 +221,27 @@ def check(status: int, what: str) -> None:
 
 @functools.cache
 def _numbers() -> dict[str, int]:
-    """The library's number of each kernel, by name; registered ones are added."""
+    """The library's number of each kernel that it was built with, by name."""
     library = load()
     names = [library.flash_kernel_name(number) for number in range(library.flash_kernel_count())]
     return {name.decode(): number for number, name in enumerate(names)}
 
 
 @functools.cache
-def _built() -> tuple[Config, ...]:
-    """The configs of which the library has every kernel, in order."""
-    found = {config_from_short_form(name.partition("__")[0]) for name in _numbers()}
-    return tuple(sorted(c for c in found if all(name in _numbers() for name in c.kernels.values())))
+def _built_from() -> Mapping[str, str]:
+    """The digest of the sources of each kernel of the library, by name."""
+    return json.loads((package_folder() / BUILT_FROM).read_text())
 
 
-_kept: list[tuple[bytes, ...]] = []  # what registered kernels are made of: the library points to it
+def is_built(unit: Unit) -> bool:
+    """Whether the library holds a kernel, compiled from its sources as they are now."""
+    built_from = _built_from().get(unit.name)
+    return built_from is not None and built_from == default_jit().sources.digest(unit)
+
+
+_registered: dict[str, int] = {}  # numbers by name
+_compiled: dict[Path, int] = {}  # numbers by entry of the cache
+_kept: list[tuple[bytes, ...]] = []  # what kernels are made of: the library points to it
 
 
 def register(name: str, symbol: str, image: bytes) -> None:
@@ -229,41 +257,102 @@ def register(name: str, symbol: str, image: bytes) -> None:
         raise ValueError(
             f"{config.short_form()} has no kernel {name}: {', '.join(config.kernels.values())}"
         )
+    _registered[name] = _register(name, symbol, image)
+
+
+def _register(name: str, symbol: str, image: bytes) -> int:
     owned = name.encode(), symbol.encode(), image + b"\0"  # PTX ends with a zero byte
     _kept.append(owned)
-    _numbers()[name] = load().flash_register(*owned)
-    _built.cache_clear()
-    resolve.cache_clear()
+    return load().flash_register(*owned)
+
+
+class NotCompiled(RuntimeError):
+    """A kernel that would have to be compiled where that is not possible."""
+
+
+def numbers(
+    configs: Iterable[Config], capability: tuple[int, int], may_compile: bool = True
+) -> dict[str, int]:
+    """Return the library's number of each kernel of some configs for GPUs of a compute capability,
+    by the kernel's name. A kernel that was neither registered nor built for them is compiled now,
+    if the cache does not have it.
+
+    Raises BuildError if a kernel does not compile, and NotCompiled for one that would have to be
+    compiled if `may_compile` is not set.
+    """
+    found: dict[str, int] = {}
+    missing: dict[str, list[Unit]] = {}
+    for config in configs:
+        target = config.family.target_on(f"sm_{10 * capability[0] + capability[1]}")
+        for unit in units_of(config):
+            if unit.name in _registered:
+                found[unit.name] = _registered[unit.name]
+            elif target in architectures() and is_built(unit):
+                found[unit.name] = _numbers()[unit.name]
+            else:
+                missing.setdefault(target, []).append(unit)
+    for target, units in missing.items():
+        if not may_compile and not default_jit().has(units, target):
+            names = ", ".join(unit.name for unit in units)
+            raise NotCompiled(f"{names} was not compiled for {target} yet")
+        for kernel in default_jit().get(units, target):
+            if kernel.folder not in _compiled:
+                image = kernel.cubin_path.read_bytes()
+                _compiled[kernel.folder] = _register(kernel.name, kernel.symbol, image)
+            found[kernel.name] = _compiled[kernel.folder]
+    return found
+
+
+def code_paths(configs: Iterable[Config], architecture: str) -> dict[str, Path]:
+    """Return the file with the machine code of each kernel of some configs, by its name: the
+    library, or a cubin, compiled now if the cache does not have it.
+
+    `architecture`: such as "sm_90", which stands for sm_90a where a family is made for that.
+    Raises BuildError if a kernel does not compile, and ValueError for an architecture that a
+    config is not made for.
+    """
+    found: dict[str, Path] = {}
+    missing: dict[str, list[Unit]] = {}
+    for config in configs:
+        target = config.family.target_on(architecture)
+        for unit in units_of(config):
+            if target in architectures() and is_built(unit):
+                found[unit.name] = library_path()
+            else:
+                missing.setdefault(target, []).append(unit)
+    for target, units in missing.items():
+        found |= {kernel.name: kernel.cubin_path for kernel in default_jit().get(units, target)}
+    return found
+
+
+@functools.cache
+def _listed() -> frozenset[Config]:
+    return frozenset(listed_configs(sources_root(package_folder())))
 
 
 def kernels() -> list[Config]:
-    """Return the configs that the library was built with, or that were registered, sorted.
+    """Return the configs of the registry, the fastest that sweeps have found, those that the user
+    of this checkout has added, and registered ones, sorted. Any other valid config can be called,
+    too.
 
-    Raises RuntimeError if the library is not there.
+    Raises RuntimeError if the package is not installed.
     """
-    return list(_built())
+    registered = {config_from_short_form(name.partition("__")[0]) for name in _registered}
+    return sorted({*_listed(), *(c for c in registered if {*c.kernels.values()} <= {*_registered})})
 
 
 @functools.lru_cache(maxsize=1024)
 def resolve(cfg: Config | str) -> Config:
-    """Return the built config that `cfg`, a config or a short form, names.
+    """Return the config that `cfg`, a config or a short form, names.
 
-    Raises TypeError for another type; ValueError for a text that is no short form, for an
-    impossible config, and for one that was not built.
+    Raises TypeError for another type; ValueError for a text that is no short form and for an
+    impossible config.
     """
     if not isinstance(cfg, str | Config):
         raise TypeError(
             f"cfg is a {type(cfg).__name__}: pass a FlashForwardKernelConfig or its short form"
         )
-    config = config_from_short_form(cfg) if isinstance(cfg, str) else cfg
-    if config not in _built():
-        nearest = nearest_config(config, _built())
-        raise ValueError(
-            f"{config.short_form()} was not built; the nearest that was is {nearest.short_form()} "
-            f"({difference_text(config, nearest)}). To build it, list it in a JSON file, run "
-            "tools/build/generate_kernel_instantiations.py --configs FILE, then pip install ."
-        )
-    return config
+    return config_from_short_form(cfg) if isinstance(cfg, str) else cfg
 
 
 # A C function of tensors: whether it launched.
@@ -279,13 +368,15 @@ def exchange(capsule: object) -> int | None:
 
 
 class Launcher:
-    """A launch of a built kernel on a device, ready except for the stream and the tensors'
-    addresses."""
+    """A launch of a kernel on a device, ready except for the stream and the tensors' addresses.
 
-    def __init__(self, found: Launch, device: int) -> None:
+    `number`: the kernel's, from `numbers`.
+    """
+
+    def __init__(self, found: Launch, number: int, device: int) -> None:
         header = _Launch(
             0,
-            _numbers()[found.kernel],
+            number,
             device,
             found.grid,
             found.cluster,
@@ -388,15 +479,15 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
     return memory.raw[start : start + TENSOR_MAP_BYTES]
 
 
-def resources(cfg: Config | str, device: int) -> KernelResources:
-    """Return the resources of a built config's first kernel on a CUDA device.
+def resources(config: Config, capability: tuple[int, int], device: int) -> KernelResources:
+    """Return the resources of a config's first kernel on a CUDA device of a compute capability.
 
-    Raises ValueError for a config that was not built, and RuntimeError with CUDA's text.
+    Raises RuntimeError with CUDA's text, and BuildError if the kernel does not compile.
     """
-    config = resolve(cfg)
     function, name = next(iter(config.kernels.items()))
     found = _Resources()
-    status = load().flash_kernel_resources(_numbers()[name], *config.block(function), device, found)
+    number = numbers([config], capability)[name]
+    status = load().flash_kernel_resources(number, *config.block(function), device, found)
     check(status, name)
     return KernelResources(**{f.name: getattr(found, f.name) for f in fields(KernelResources)})
 

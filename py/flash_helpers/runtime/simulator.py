@@ -175,13 +175,14 @@ def run_shipped(
     device: Device | None = None,
     **options: Any,
 ) -> Run:
-    """Call `run_kernel` with the PTX that the package ships, and show a progress bar for a long
-    run. `config`: the one that runs (`Config.runs_as`).
+    """Call `run_kernel` with the PTX of the config's kernels (`library.ptx_path`), and show a
+    progress bar for a long run. `config`: the one that runs (`Config.runs_as`).
 
-    Raises RuntimeError if the PTX cannot be read, and the errors of `run_kernel`.
+    Raises BuildError if a kernel does not compile, RuntimeError if the PTX cannot be read, and the
+    errors of `run_kernel`.
     """
     kernels = {
-        name: _shipped_kernel(config, ptx_path(config, function), function)
+        name: _read_kernel(config, ptx_path(config, function), function)
         for function, name in config.kernels.items()
     }
     kind = config.family.operation.problem
@@ -199,7 +200,7 @@ def run_shipped(
 
 
 @functools.lru_cache(maxsize=_KERNELS_KEPT)
-def _shipped_kernel(config: Config, path: Path, function: str) -> Kernel:
+def _read_kernel(config: Config, path: Path, function: str) -> Kernel:
     try:
         return load_kernel(config, path, function)
     except (OSError, PtxError) as error:

@@ -1,15 +1,13 @@
-"""best_config(): the fastest built config that a sweep found for a GPU; choose_config(): the config
+"""best_config(): the fastest config that a sweep found for a GPU; choose_config(): the config
 for a problem.
 
-Winners come from the files configs/best_*.json of the repository, as they were when the library was
-built.
+Winners come from the files configs/best_*.json of the repository.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER
+from flash_helpers.compile.package import package_folder, sources_root
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import (
     FAMILIES,
@@ -41,7 +40,7 @@ def best_config(
     causal: bool = False,
     seq_len: int | None = None,
 ) -> Config:
-    """The fastest built config of a step and dtype on a device, according to sweeps.
+    """The fastest config of a step and dtype on a device, according to sweeps.
 
     step: id, such as "v16"; a number alone means the ampere family.
     dtype: such as torch.bfloat16 or "bf16".
@@ -49,26 +48,23 @@ def best_config(
     causal: choose for causal problems.
     seq_len: choose for problems of about this length; by default for the mean over lengths.
 
-    The result is the first of these that is known and was built:
+    The result is the first of these that is known and listed:
       1. the winner of a sweep on a GPU of this name. If steps were tuned together, it may be a
          config of an earlier step that was faster.
       2. the winner on another GPU of the same compute capability, the first by the GPU's name.
       3. the step's fixed config, or the causal config of its tile. Steps without options to tune
          have only this one, and so does the CPU, where kernels are simulated.
-    A RuntimeWarning names a winner on this very GPU that was not built.
-
     Raises ValueError for a step or dtype that does not exist, for a step without a causal kernel if
-    `causal` is set, and if not even the fixed config was built. Raises RuntimeError if the library
-    is absent.
+    `causal` is set. Raises RuntimeError if the package is not installed.
     """
     found = find_steps(str(step)) or ()
     if len(found) != 1:
         raise UsageError(f"step {step!r} is not one of {', '.join(STEPS)}")
     element = _element_type(dtype)
-    built = set(library.kernels())
+    listed = set(library.kernels())
     options = {"causal": causal}
     for config in _winners(found[0], element, _gpu(device), options, lambda e: e.at_size(seq_len)):
-        if config in built:
+        if config in listed:
             return config
     fixed = FAMILIES[found[0].family].fixed_config(found[0], element)
     made_for = [
@@ -82,7 +78,7 @@ def best_config(
 
 
 def choose_config(problem: Problem, device: torch.device) -> Config:
-    """Return the built config that computes a problem on a device when the call names none.
+    """Return the listed config that computes a problem on a device when the call names none.
 
     Candidates come from the last step of each family that runs on the device, the newest family
     first. The result is the first of these that supports the problem:
@@ -93,7 +89,7 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
     If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 
     Raises ValueError, with the nearest supported problem, if no config supports it. Raises
-    RuntimeError for a GPU that runs no kernel, and if the library is absent.
+    RuntimeError for a GPU that runs no kernel, and if the package is not installed.
     """
     own = [family for family in FAMILIES.values() if family.operation.name == problem.operation]
     on_gpu = device.type == "cuda"
@@ -108,7 +104,7 @@ def config_for(problem: Problem, gpu: Device | None) -> Config:
 
 
 def newest_that_takes(problem: Problem) -> Config | None:
-    """Return the built config of the last step in the newest family that takes a problem, on any
+    """Return the listed config of the last step in the newest family that takes a problem, on any
     GPU or in the simulator; None without one."""
     newest = sorted(library.kernels(), key=lambda c: (c.family.rank, c.step.number), reverse=True)
     return next((config for config in newest if not config.refusal(problem)), None)
@@ -116,25 +112,25 @@ def newest_that_takes(problem: Problem) -> Config | None:
 
 def _candidates(problem: Problem, gpu: Device | None) -> tuple[Config, ...]:
     operation = OPERATIONS[problem.operation]
-    built = set(library.kernels())
+    listed = set(library.kernels())
     found: dict[Config, None] = {}
     for step in preferred_steps(operation, gpu.capability if gpu else None):
         fixed = FAMILIES[step.family].fixed_config(step, problem.dtype)
-        if fixed in built:
+        if fixed in listed:
             every = [fixed]
             made_for = variant_for(fixed, problem)
-            if gpu and made_for in built and not made_for.supports.lacking(problem):
+            if gpu and made_for in listed and not made_for.supports.lacking(problem):
                 options = made_for.supports.options
                 swept = _last_swept(step, problem.dtype, gpu, options)
                 in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
                 best = _winners(swept, problem.dtype, gpu, options, in_order)
                 every = [*(_succeeded(c, swept, step) for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
-            found |= dict.fromkeys(config for config in variants if config in built)
+            found |= dict.fromkeys(config for config in variants if config in listed)
     if not found:
         raise RuntimeError(
-            f"no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short} was built: "
-            "`python -m flash_attention` lists the built kernels"
+            f"there is no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short}: "
+            "`python -m flash_attention` lists the kernels"
         )
     return tuple(found)
 
@@ -178,19 +174,10 @@ def _winners(
     capability = ".".join(map(str, gpu.capability))
     own: list[Config] = []
     near: list[Config] = []
-    for file in _files(library.package_folder() / CONFIG_FOLDER):
+    for file in _files(sources_root(package_folder()) / CONFIG_FOLDER):
         entry = file.find(step.id, dtype.short, **options)
         if entry and file.compute_capability == capability:
             (own if file.gpu == gpu.name else near).extend(in_order(entry))
-    if own and own[0] not in library.kernels():
-        warnings.warn(
-            f"the fastest config of {step.id} in {dtype.short} on {gpu.name}, "
-            f"{own[0].short_form()}, was not built: run "
-            "tools/build/generate_kernel_instantiations.py with this GPU's file in configs/, then "
-            "pip install .",
-            RuntimeWarning,
-            stacklevel=3,
-        )
     return [*own, *near]
 
 

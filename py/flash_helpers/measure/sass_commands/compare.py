@@ -20,16 +20,16 @@ from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import escaped_markdown, fenced, json_text
 from flash_helpers.kernel_configs import OPERATIONS, Config, Element
 from flash_helpers.measure.machine_code import (
+    ARCHITECTURE,
     SIZE,
     ConfigFacts,
     config_facts,
-    default_architecture,
     facts_matrix,
     file_facts,
     file_in,
-    library_configs,
-    library_kernels,
+    listed_configs,
     matrix_page,
+    own_kernels,
     source_diff,
 )
 from flash_helpers.measure.results import BenchmarkResults, results_for
@@ -255,12 +255,12 @@ def _of_library(
     """The facts of kernels in the installed library, on each architecture."""
     wanted = parse_config_option(arguments.config) if arguments.config else None
     found: list[list[KernelFacts]] = []
-    for architecture in dict.fromkeys(arguments.arch or [default_architecture()]):
-        built = library_configs(architecture)
+    for architecture in dict.fromkeys(arguments.arch or [ARCHITECTURE]):
+        built = listed_configs(architecture)
         configs = _in_dtypes(built, selectors, parse_dtypes(arguments.dtype), wanted)
         require_options_of(arguments, {config.family.operation.name for config in configs})
         with progress_bar(f"read SASS of {architecture}") as progress:
-            kernels = library_kernels(architecture, configs, progress=progress)
+            kernels = own_kernels(architecture, configs, progress=progress)
         found.append([config_facts(c, kernels[c], results, asked_size(arguments)) for c in configs])
     return [list(on_each) for on_each in zip(*found, strict=True)]
 

@@ -21,11 +21,10 @@ from flash_helpers.measure.machine_code import (
     SIZE,
     ConfigFacts,
     config_facts,
-    default_architecture,
     file_facts,
     file_in,
-    library_configs,
-    library_kernels,
+    listed_configs,
+    own_kernels,
     predict_config,
 )
 from flash_helpers.measure.results import results_for
@@ -141,15 +140,15 @@ def read_kernel(arguments: argparse.Namespace, root: Path) -> KernelFacts:
         names = [arguments.kernel] if arguments.kernel else []
         with progress_bar("disassembling") as progress:
             return file_facts(where, arguments.arch, results, names=names, progress=progress)
-    architecture = arguments.arch or default_architecture()
+    architecture = arguments.arch or ARCHITECTURE
     dtype = Element.from_name(arguments.dtype)
-    configs = choose_kernels(library_configs(architecture), [arguments.kernel_or_file], dtype)
+    configs = choose_kernels(listed_configs(architecture), [arguments.kernel_or_file], dtype)
     if len(configs) != 1:
         raise UsageError(
             f"{arguments.kernel_or_file!r} names {len(configs)} kernels: name one step or one "
             "short form"
         )
-    (kernel,) = library_kernels(architecture, configs).values()
+    (kernel,) = own_kernels(architecture, configs).values()
     return config_facts(configs[0], kernel, results)
 
 
