@@ -39,7 +39,7 @@ FORMULAS = {
     for name, config in CONFIGS.items()
     for function, kernel in config.kernels.items()
 }
-CALLS = 300
+CALLS = 200
 
 
 @pytest.fixture(scope="module")

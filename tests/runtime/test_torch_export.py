@@ -51,7 +51,9 @@ def test_a_compiled_package_computes_problems_of_other_sizes(exported, tmp_path)
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     path = torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(tmp_path / "block.pt2")
+        exported,
+        package_path=str(tmp_path / "block.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # compiles in less time
     )
     loaded = torch._inductor.aoti_load_package(path)
     for given in (tensors(2, 256), tensors(1, 128)):
