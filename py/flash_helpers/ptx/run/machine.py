@@ -2,7 +2,8 @@
 
 Every register is an array over the lanes of all warps of the batch. An instruction is turned once
 into two Python callables: one that runs it on all lanes, with the arrays already chosen, and one
-that runs it on a selection of lanes.
+that runs it on a selection of lanes. A slice of lanes that runs the same code again and again, as
+the warps of a role do, gets a callable of its own, with its parts of the arrays already chosen.
 """
 
 from __future__ import annotations
@@ -63,10 +64,17 @@ Computes = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
 
 @dataclass(frozen=True)
 class Action:
-    """An instruction bound to a machine."""
+    """An instruction bound to a machine. `all`, `some`: run it on all lanes, or on selected ones.
+    `bind`: returns what runs it on a slice of lanes, with the arrays already chosen; None where
+    nothing can be chosen before."""
 
     all: Callable[[], None]
     some: RunSome
+    bind: Callable[[slice], Callable[[], None]] | None = None
+
+    def on(self, lanes: slice) -> Callable[[], None]:
+        """Return a callable that runs it on a slice of lanes, any number of times."""
+        return partial(self.some, lanes) if self.bind is None else self.bind(lanes)
 
 
 @dataclass(frozen=True)
@@ -551,9 +559,22 @@ class Machine:
         def run_some(selection: Selection) -> None:
             target[selection] = compute(*[pick(s, selection) for s in sources])
 
-        if isinstance(compute, np.ufunc) and target.dtype == dtype_of(alu.results[0][1]):
-            return Action(partial(compute, *sources, out=target), run_some)
-        return Action(run, run_some)
+        is_direct = target.dtype == dtype_of(alu.results[0][1])
+        ufunc = compute if isinstance(compute, np.ufunc) and is_direct else None
+
+        def bind(lanes: slice) -> Callable[[], None]:
+            own, chosen = target[lanes], [pick(s, lanes) for s in sources]
+            if ufunc is not None:
+                return partial(ufunc, *chosen, out=own)
+
+            def run_slice() -> None:
+                own[...] = compute(*chosen)
+
+            return run_slice
+
+        if ufunc is not None:
+            return Action(partial(ufunc, *sources, out=target), run_some, bind)
+        return Action(run, run_some, bind)
 
     def from_some(self, run_some: RunSome) -> Action:
         """An action whose general form serves all lanes too."""

@@ -9,9 +9,10 @@ the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from weakref import proxy
 
 import numpy as np
@@ -481,13 +482,13 @@ def _distinct(values: np.ndarray) -> list[int]:
     return values[:1].tolist() if (values == values[0]).all() else np.unique(values).tolist()
 
 
-def _groups(places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _groups(places: np.ndarray) -> Sequence[tuple[int, np.ndarray]]:
     """Each place, and which lanes name it."""
-    if not places.size:
-        return
-    if (places == places[0]).all():
-        yield int(places[0]), np.arange(places.size)
-        return
-    order = np.argsort(places, kind="stable")
-    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
-    yield from zip(places[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)
+    return _groups_in(places.tobytes())
+
+
+@lru_cache(maxsize=1024)
+def _groups_in(places: bytes) -> Sequence[tuple[int, np.ndarray]]:
+    """As `_groups`, of the bytes of the places, which are few: those of a ring come again."""
+    of = np.frombuffer(places, np.int64)
+    return [(where, np.flatnonzero(of == where)) for where in np.unique(of).tolist()]

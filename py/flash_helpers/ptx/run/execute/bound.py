@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -28,6 +29,12 @@ _MODIFIERS = {
 """The modifiers of the instructions that end blocks, by opcode."""
 
 
+_SOON = 3
+"""Runs of a block by one slice of lanes before it is bound to the slice."""
+_MOST_BOUND = 1 << 18
+"""Callables of instructions bound to slices."""
+
+
 class BoundProgram:
     """The instructions of a program as callables, each by its position.
 
@@ -37,7 +44,7 @@ class BoundProgram:
     (`operations.bind`). `guards`: those of them that are not predicated off. `barriers`, `choices`,
     `taken`: for the instructions that end blocks, the barrier, the target by its index, and the
     lanes whose predicate holds. `sleeps`: instructions that wait. `sleeping_blocks`: blocks of the
-    program with such instructions.
+    program with such instructions. `meeting_blocks`: blocks with instructions of `members`.
     """
 
     def __init__(self, machine: Machine, observer: Observer | None) -> None:
@@ -68,6 +75,10 @@ class BoundProgram:
         self.full: list[list[Callable[[], None]]] = [
             [a.all for a in self.actions[b.start : b.end]] for b in program.blocks
         ]
+        # By the block of the program and the slice of lanes: how often it has run, and its actions.
+        self._seen: Counter[tuple[int, int, int]] = Counter()
+        self._on: dict[tuple[int, int, int], list[Callable[[], None]]] = {}
+        self._n_bound = 0
         self.warp_barriers = [
             position
             for position in self.members
@@ -77,6 +88,23 @@ class BoundProgram:
         # Taken from the machine: what is bound refers to it.
         self.sleeps, machine.waits = machine.waits, {}
         self.sleeping_blocks = {program.block_of[position] for position in self.sleeps}
+        self.meeting_blocks = {program.block_of[position] for position in self.members}
+
+    def on(self, index: int, lanes: slice) -> list[Callable[[], None]] | None:
+        """The actions of a block of the program for a slice of lanes; None if the slice has not run
+        it often enough to be worth binding."""
+        key = (index, lanes.start, lanes.stop)
+        runs = self._on.get(key)
+        if runs is None:
+            self._seen[key] += 1
+            if self._seen[key] >= _SOON and self._n_bound < _MOST_BOUND:
+                runs = self._on[key] = self._bound_to(*key)
+                self._n_bound += len(runs)
+        return runs
+
+    def _bound_to(self, index: int, first: int, end: int) -> list[Callable[[], None]]:
+        block = self._machine.program.blocks[index]
+        return [a.on(slice(first, end)) for a in self.actions[block.start : block.end]]
 
     def carry_poison(self) -> Spread:
         """Makes all actions carry poison, from the next one on, by changing the lists that are
@@ -104,6 +132,8 @@ class BoundProgram:
         """Puts the actions into the lists that are being run."""
         for block, runs in zip(self._machine.program.blocks, self.full, strict=True):
             runs[:] = [a.all for a in self.actions[block.start : block.end]]
+        for key, runs in self._on.items():
+            runs[:] = self._bound_to(*key)
 
     def _inner(self, block: Block, instruction: Instruction) -> Action:
         """An instruction that does not end its block."""

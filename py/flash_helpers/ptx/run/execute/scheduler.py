@@ -9,6 +9,7 @@ something else (`machine.Wait`) put threads to sleep until it has happened.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakMethod
 
 import numpy as np
@@ -28,11 +29,9 @@ from flash_helpers.ptx.run.execute.threads import (
     AT_SYNC,
     DONE,
     RUNNING,
+    Group,
     Threads,
-    as_selection,
     for_each,
-    warps_of,
-    whole_warps,
 )
 from flash_helpers.ptx.run.instructions.warps import WHOLE_WARP
 from flash_helpers.ptx.run.machine import Machine
@@ -45,6 +44,9 @@ _WAITING_STEPS = 4 * 256
 _FAIRNESS = 256
 """Steps after which the threads that have waited longest run, so that spinning on other threads
 ends. Sleeping threads are checked then, too."""
+
+_MOST_GROUPS = 1024
+"""Groups of lanes that are kept for the next time that they run."""
 
 
 class Scheduler:
@@ -78,6 +80,7 @@ class Scheduler:
         # The block of the program at which all threads stand; None while they are apart.
         self._at = None if (self.threads.status == DONE).any() else 0
         self._steps = 0
+        self._groups: dict[bytes, Group] = {}
         self.fairness = _FAIRNESS
         self._turn_ends = 0
         self.issued = machine.tally.issued_by(machine.geometry.warps_per_block)
@@ -216,32 +219,57 @@ class Scheduler:
             self._run_group(block, position, lanes)
 
     def _run_group(self, block: Block, position: int, lanes: np.ndarray) -> None:
-        end = block.body_end
-        selection, whole, first = as_selection(lanes), whole_warps(lanes), position
-        self._spend(block, block.end - position, selection)
+        end, first = block.body_end, position
+        group = self._group_of(lanes)
+        self._spend(block, block.end - position, group.selection)
+        if position == block.start and (runs := self._runs_of(position, group)) is not None:
+            for run in runs:
+                run()
+            position = end = block.end
         for i in range(position, end):
-            if i in self.bound.sleeps or (not whole and i in self.bound.members):
-                self._count(first, i, lanes)
-                lanes, first = self._those_going_on(i, lanes, whole), i
+            if i in self.bound.sleeps or (not group.is_whole and i in self.bound.members):
+                self._count(first, i, group)
+                lanes, first = self._those_going_on(i, group), i
                 if lanes.size == 0:
                     return
-                selection, whole = as_selection(lanes), whole_warps(lanes)
-            self.bound.actions[i].some(selection)
+                group = self._group_of(lanes)
+            self.bound.actions[i].some(group.selection)
         if end < block.end:
-            self.bound.actions[end].some(selection)
-        self._count(first, block.end, lanes)
-        self.threads.pc[lanes] = block.end - 1
-        self._finish_block(block, selection)
+            self.bound.actions[end].some(group.selection)
+        self._count(first, block.end, group)
+        self.threads.pc[group.selection] = block.end - 1
+        self._finish_block(block, group.selection)
 
-    def _count(self, start: int, end: int, lanes: np.ndarray) -> None:
-        """Counts instructions [start, end) as executed by the warps of some lanes."""
-        warps = warps_of(lanes) // len(self.machine.geometry.blocks)
-        self.issued[start:end] += np.bincount(warps, minlength=self.issued.shape[1])
+    def _runs_of(self, position: int, group: Group) -> list[Callable[[], None]] | None:
+        """The actions of the block that begins at a position, bound to a group whose lanes all run
+        it to its end; None if they are not bound, or may stop in between."""
+        index = self.program.block_of[position]
+        if (
+            index in self.bound.sleeping_blocks
+            or not isinstance(group.selection, slice)
+            or (not group.is_whole and index in self.bound.meeting_blocks)
+        ):
+            return None
+        return self.bound.on(index, group.selection)
 
-    def _those_going_on(self, position: int, lanes: np.ndarray, whole: bool) -> np.ndarray:
-        """Lanes that may execute an instruction now. `whole`: the lanes are all lanes of their
-        warps."""
-        if not whole and position in self.bound.members:
+    def _group_of(self, lanes: np.ndarray) -> Group:
+        """The group of lanes, which are mostly those of a role."""
+        key = lanes.tobytes()
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) == _MOST_GROUPS:
+                self._groups.clear()
+            group = self._groups[key] = Group.of(lanes, self.machine.geometry)
+        return group
+
+    def _count(self, start: int, end: int, group: Group) -> None:
+        """Counts instructions [start, end) as executed by the warps of a group."""
+        self.issued[start:end] += group.executions
+
+    def _those_going_on(self, position: int, group: Group) -> np.ndarray:
+        """Lanes of a group that may execute an instruction now."""
+        lanes = group.lanes
+        if not group.is_whole and position in self.bound.members:
             lanes, let_go = self.meetings.join(position, lanes)
             for other, met in let_go:
                 self._step_past(other, met)
@@ -252,7 +280,7 @@ class Scheduler:
     def _step_past(self, position: int, lanes: np.ndarray) -> None:
         """Lets lanes go on that wait at an instruction of the warp."""
         block = self.program.block_at(position)
-        self._count(position, position + 1, lanes)
+        self._count(position, position + 1, self._group_of(lanes))
         self.threads.status[lanes] = RUNNING
         if position + 1 < block.end:
             self.threads.pc[lanes] = position + 1

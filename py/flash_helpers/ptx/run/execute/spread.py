@@ -85,7 +85,20 @@ class Spread:
             else:
                 self._run(position, selection, partial(action.some, selection))
 
-        return Action(run, run_some)
+        def bind(lanes: slice) -> Callable[[], None]:
+            on_slice = action.on(lanes)
+
+            def run_slice() -> None:
+                if position in due:
+                    self._meet(position, lanes)
+                if poisoned.keys().isdisjoint(names):
+                    on_slice()
+                else:
+                    self._run(position, lanes, on_slice)
+
+            return run_slice
+
+        return Action(run, run_some, bind)
 
     def ending(self, action: Action, names: frozenset[str]) -> Action:
         """The first action of a block from which on nothing reads some registers before it writes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from weakref import WeakMethod
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
+from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.machine import Machine, pick
 from flash_helpers.ptx.run.memory.regions import Selection
 
@@ -66,6 +68,25 @@ class Threads:
         ended = self.ended()
         assert ended is not None
         ended()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lanes that run together, in ascending order. `selection`: a slice where they are contiguous.
+    `is_whole`: whether they are all lanes of their warps. `executions`: for each warp of a block,
+    the number of blocks in which some of its lanes are among them."""
+
+    lanes: np.ndarray
+    selection: Selection
+    is_whole: bool
+    executions: np.ndarray
+
+    @classmethod
+    def of(cls, lanes: np.ndarray, geometry: Geometry) -> Group:
+        """The group of some lanes."""
+        warps = warps_of(lanes) // len(geometry.blocks)
+        executions = np.bincount(warps, minlength=geometry.warps_per_block)
+        return cls(lanes, as_selection(lanes), whole_warps(lanes), executions)
 
 
 def as_selection(lanes: np.ndarray) -> Selection:
