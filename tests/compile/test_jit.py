@@ -252,6 +252,17 @@ class TestSources:
         assert included_files(root, text) == [root / "src/include/top.cuh"]
         assert [*gather_sources(root, text)[1]] == ["src/include/top.cuh"]
 
+    def test_a_file_is_read_again_that_was_saved_twice_within_a_tick(
+        self, root, monkeypatch
+    ) -> None:
+        sources, header = Sources(root), root / "src/include/sub/inner.cuh"
+        before, status, stat = sources.included(UNIT.text), header.stat(), os.stat
+        header.write_text("// INNER\n")
+        monkeypatch.setattr(
+            os, "stat", lambda path, **options: status if path == str(header) else stat(path)
+        )
+        assert sources.included(UNIT.text) != before
+
     def test_digest_is_of_names_and_contents(self, root, tmp_path) -> None:
         before = Sources(root).digest(UNIT)
         assert Sources(root).digest(OTHER) != before
@@ -492,19 +503,34 @@ class TestClaim:
             with pytest.raises(Stopped), jit.cache.claim(recipe, "key", stopped):
                 pytest.fail("two have it")
 
-    def test_is_given_up_for_a_process_that_was_forked_meanwhile(self, make) -> None:
-        """The child has the open file of the lock, too, and outlives the claim."""
-        jit, is_over = make(), threading.Event()
-        is_over.set()
+    def test_ends_for_those_who_wait_although_a_forked_process_lives_on(self, make) -> None:
+        """The child has the open file of the lock, too."""
+        waiting, got_it = threading.Event(), threading.Event()
+
+        class Stopped(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                waiting.set()
+                return super().wait(timeout)
+
+        jit = make()
         recipe = jit.recipe(UNIT, TARGET)
-        with jit.cache.claim(recipe, "key", is_over):
+
+        def wait_for_it() -> None:
+            with jit.cache.claim(recipe, "key", stopped):
+                got_it.set()
+
+        stopped, thread = Stopped(), threading.Thread(target=wait_for_it)
+        with jit.cache.claim(recipe, "key", threading.Event()):
+            thread.start()
+            assert waiting.wait(60)
             child = os.fork()
             if not child:
                 signal.pause()
         try:
-            with jit.cache.claim(recipe, "key", is_over) as scratch:
-                assert scratch.is_dir()
+            assert got_it.wait(5)
         finally:
+            stopped.set()
+            thread.join()
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
