@@ -78,6 +78,7 @@ class TestTypesOfArguments:
 
 OUTPUTS = {
     "benchmarks/call_overhead.py": ["--json"],
+    "benchmarks/compilers.py": ["--json"],
     "benchmarks/experiments/run_experiments.py": ["--json"],
     "benchmarks/hopper_kernels.py": ["--json"],
     "benchmarks/mma_cycles.py": ["--json"],

@@ -15,6 +15,7 @@ from fake_backend import ROOT, load_tool
     ("tool", "options"),
     [
         ("benchmarks/call_overhead.py", ["--json"]),
+        ("benchmarks/compilers.py", ["--json"]),
         ("benchmarks/experiments/run_experiments.py", ["--json"]),
         ("benchmarks/mma_cycles.py", ["--json"]),
         ("tools/analysis/check_counts.py", ["--source", "sass", "--json"]),
