@@ -33,7 +33,11 @@ from flash_helpers.compile.codegen import (
     registration_unit,
 )
 from flash_helpers.compile.compilers import NVCC_FLAGS
-from flash_helpers.compile.ptxas import performance_losses
+from flash_helpers.compile.ptxas import (
+    HOW_TO_AVOID_LOSSES,
+    entry_symbols,
+    performance_losses,
+)
 from flash_helpers.compile.toolchain import (
     BuildError,
     Toolchain,
@@ -59,7 +63,6 @@ _LINK_FLAGS = (
     *("-shared", "--cudart", "static"),
     *("-std=c++20", "-Isrc/include", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
 )
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)")  # of PTX
 # Hidden visibility alone lets through what the C++ library's headers mark as default.
 _EXPORTS = "{ global: flash_*; local: *; };\n"
 _SCRATCH = "build/kernels/.compiling"
@@ -286,11 +289,7 @@ class LibraryBuild:
 
     def _refuse_losses(self, unit: Unit) -> None:
         if losses := performance_losses(self._file(unit.name, "log").read_text()):
-            raise BuildError(
-                f"{unit.name}: ptxas did not compile it as it is written; find out what it needs "
-                "(registers, a wgmma.fence, constant indices of accumulators), or choose a smaller "
-                "tile\n" + "\n".join(losses)
-            )
+            raise BuildError("\n".join([f"{unit.name}: {HOW_TO_AVOID_LOSSES}", *losses]))
 
     def _ptx(self, name: str) -> str:
         """The PTX of a kernel, with the paths of its sources relative to the root."""
@@ -298,7 +297,7 @@ class LibraryBuild:
         return text.replace(f'"{self.root}/', '"').replace('"./', '"')
 
     def _kernel(self, unit: Unit) -> BuiltKernel:
-        (symbol,) = _ENTRY.findall(self._file(unit.name, "ptx").read_text())
+        (symbol,) = entry_symbols(self._file(unit.name, "ptx").read_text())
         return BuiltKernel(unit.name, self._output(unit), symbol)
 
 

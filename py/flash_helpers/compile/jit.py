@@ -37,7 +37,11 @@ from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.compilers import Compiler, check_target, find_compiler
 from flash_helpers.compile.package import COMPILED_FOLDER, package_folder, sources_root
 from flash_helpers.compile.processes import Programs
-from flash_helpers.compile.ptxas import performance_losses
+from flash_helpers.compile.ptxas import (
+    HOW_TO_AVOID_LOSSES,
+    entry_symbols,
+    performance_losses,
+)
 from flash_helpers.compile.sources import Sources, Unit
 from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.kernel_configs import Config
@@ -46,12 +50,7 @@ VERBOSE_VARIABLE = "FLASH_ATTENTION_JIT_VERBOSE"
 DEBUG_VARIABLE = "FLASH_ATTENTION_JIT_DEBUG"
 FOREVER = float("inf")
 
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _ERROR_LINE = re.compile(r"^.*(?:\berror\b|\bfatal\b|Performance Loss).*$", re.MULTILINE)
-_LOST = (
-    "ptxas did not compile it as it is written; find out what it needs (registers, a wgmma.fence, "
-    "constant indices of accumulators), or choose a smaller tile"
-)
 
 
 @dataclass(frozen=True)
@@ -253,15 +252,14 @@ class Jit:
             require_room(scratch)
             return failed(f"{name} failed with exit status {status}")
         if performance_losses(log) and not self.debug:
-            return failed(_LOST)
+            return failed(HOW_TO_AVOID_LOSSES)
         wanted = (PTX, CUBIN) if machine_target(target) else (PTX,)
         if lacking := [file for file in wanted if not (scratch / file).is_file()]:
             return failed(f"{name} reported no error and wrote no {lacking[0]}")
-        # PTX for a debugger declares a kernel before it defines it
-        symbols = {*_ENTRY.findall((scratch / PTX).read_text())}
+        symbols = entry_symbols((scratch / PTX).read_text())
         if len(symbols) != 1:
             return failed(f"the unit has {len(symbols)} kernels and should have one")
-        return symbols.pop()
+        return symbols[0]
 
     @contextlib.contextmanager
     def _progress(

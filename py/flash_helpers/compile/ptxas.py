@@ -1,4 +1,4 @@
-"""Messages of ptxas about a kernel: the log that ships beside its PTX. Standard library only."""
+"""Messages of ptxas about a kernel, and the kernel's name in its PTX. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ _EVENT = re.compile(
     r"|\bUsed (?P<registers>\d+) registers(?P<more>[^\n]*)"
 )
 _LOSS = re.compile(r"Potential Performance Loss: .*(?:serialized|setmaxnreg).*")
+HOW_TO_AVOID_LOSSES = (
+    "ptxas did not compile it as it is written; find out what it needs (registers, a wgmma.fence, "
+    "constant indices of accumulators), or choose a smaller tile"
+)
+_PTX_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _BARRIERS = re.compile(r"used (\d+) barriers")
 _SMEM = re.compile(r"(\d+) bytes smem")
 _CMEM = re.compile(r"(\d+) bytes cmem\[(\d+)\]")
@@ -81,6 +86,12 @@ def performance_losses(text: str) -> list[str]:
     A message about a missing `wgmma.fence` that ptxas has inserted is left out: it costs nothing.
     """
     return list(dict.fromkeys(_LOSS.findall(text)))
+
+
+def entry_symbols(ptx: str) -> list[str]:
+    """The symbols of the kernels in a PTX text, each once: PTX for a debugger declares a kernel
+    before it defines it."""
+    return list(dict.fromkeys(_PTX_ENTRY.findall(ptx)))
 
 
 def parse_ptxas_log(text: str) -> list[PtxasReport]:
