@@ -122,6 +122,15 @@ def test_only_known_code_that_is_another_now_has_changed(
     assert changed_names(found) == ({V1.short_form()} if has_changed else set())
 
 
+def test_code_of_another_compiler_that_was_measured_to_be_as_fast_has_not_changed(
+    today, monkeypatch
+) -> None:
+    today |= {V1: NEW, V2: NEW}
+    monkeypatch.setattr(code, "equal_codes", lambda root: {frozenset((OLD, NEW))})
+    found = with_code(full_results(), {V1: OLD, V2: "0" * 16})
+    assert changed_names(found) == {V2.short_form()}
+
+
 def test_nothing_is_compiled_for_results_without_digests(monkeypatch) -> None:
     def compiled(configs: Iterable[Config], compute_capability: str) -> dict[Config, str]:
         assert not [*configs]

@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from flash_helpers.compile.jit import default_jit
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import Config, config_from_short_form, find_config
+from flash_helpers.measure.compilers import equal_codes
 from flash_helpers.measure.results import BenchmarkResults
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.containers import cubins_of, read_cubins
@@ -79,6 +81,9 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
     """Return the names of the contenders whose code has changed since they were measured: those
     with a digest in the results whose listed config has another one now.
 
+    Two compilers' codes of one kernel do not count as a change if they were measured to be equally
+    fast (`compilers.equal_codes`).
+
     Nothing is compiled or read if no result has a digest.
     """
     listed = set(library.kernels())
@@ -88,7 +93,9 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
             if measurement.code and (config := config_from_short_form(measurement.ran)) in listed:
                 known.append((measurement, config))
     today = codes_of({config for _, config in known}, results.provenance.compute_capability)
-    return frozenset(m.name for m, config in known if today.get(config, m.code) != m.code)
+    equal = equal_codes(default_jit().root) if known else frozenset()
+    codes = ((m, frozenset((m.code, today.get(config, m.code)))) for m, config in known)
+    return frozenset(m.name for m, both in codes if len(both) > 1 and both not in equal)
 
 
 def changed_line(results: BenchmarkResults) -> str:
