@@ -22,7 +22,7 @@ from both_compilers import Result, compile_unit, compiler_called
 from normal_ptx import normal_ptx
 from tiers import committed_configs, matrix_mark
 
-from flash_helpers.compile.codegen import kernel_unit
+from flash_helpers.compile.codegen import families_in_library, kernel_unit
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.sass.read.elf import read_sections
@@ -65,7 +65,8 @@ def first_tier(config: Config) -> bool:
     """Whether it is a fixed config of the last step of a family that is compiled at first use."""
     family = config.family
     last = [*family.steps.values()][-1]
-    return family.name != "ampere" and config == family.fixed_config(last, family.dtypes[0])
+    fixed = family.fixed_config(last, family.dtypes[0])
+    return config == fixed and family not in families_in_library()
 
 
 @pytest.mark.parametrize(
