@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flash_helpers.compile.codegen import configs_to_build
+from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.console.command_line import make_parser, output_folder, run_tool
 from flash_helpers.kernel_configs import FAMILIES, Config, Element
 from flash_helpers.measure.asked import swept_option
@@ -154,7 +154,7 @@ def commands(
 ) -> list[list[str]]:
     """Arguments of pt_bench.py for each kind of problem that the family takes, or for the named
     kinds. Raises ValueError for an unknown name."""
-    built = configs_to_build(ROOT)
+    built = listed_configs(ROOT)
     kinds = {kind.name or MAIN: kind for kind in KINDS.get(family.operation.name, OTHER_KINDS)}
     if unknown := set(only or ()) - {*kinds}:
         raise ValueError(

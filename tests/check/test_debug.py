@@ -12,6 +12,7 @@ from attention_configs import traced_config as config_of
 from fake_backend import ARRIVAL, fake_backend, load_tool
 
 from flash_helpers.check import debugging
+from flash_helpers.compile.codegen import library_configs
 from flash_helpers.kernel_configs import (
     Element,
 )
@@ -106,9 +107,9 @@ class TestPtx:
         assert f"kernel.ptx does not hold {config_of('v2').short_form()}" in err
         assert "(version 3 instead of 2, eager_load_blocks True instead of False)" in err
 
-    def test_with_several_kernels_wants_one_named(self, tmp_path, capsys):
-        large = next(c for c in LARGE_TILES if (c.version, c.dtype) == (7, Element.BF16))
-        path = kernel_ptx(tmp_path, large, config_of("v7"))
+    def test_with_several_kernels_wants_one_named(self, root, tmp_path, capsys):
+        built = (c for c in library_configs(root) if (c.version, c.dtype) == (7, Element.BF16))
+        path = kernel_ptx(tmp_path, *built)
         assert debug("--ptx", path, "--out", str(tmp_path)) == 2
         assert "does not hold one kernel, but" in capsys.readouterr().err
         assert debug("7", "--seq", "64", "--ptx", path, "--out", str(tmp_path)) == 0

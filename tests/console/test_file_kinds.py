@@ -88,7 +88,6 @@ TOOLS: dict[str, tuple[str | ModuleType, list[str], tuple[FileKind, ...]]] = {
     "embedded": ("tools/build/get_embedded_ptx_from_cubin.py", [], MACHINE_CODE),
     "report": ("tools/analysis/sass_report.py", [], MACHINE_CODE),
     "filter": ("tools/analysis/ptx_sass_filter.py", ["--fan-out"], MACHINE_CODE),
-    "resources": ("tools/analysis/check_resources.py", ["--library"], MACHINE_CODE),
     "counts": (listing_counts, [], (*MACHINE_CODE, FileKind.SASS)),
     "clean": (clean_listing, [], (FileKind.SASS,)),
     "ptxas": ("tools/build/parse_ptx_build.py", [], (FileKind.LOG,)),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from fake_backend import load_tool
-from listing_files import SEVERAL, extract
 
 TOOL = "tools/analysis/check_resources.py"
 V1 = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
@@ -17,23 +16,17 @@ V1 = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
 Edit = Callable[[dict[str, Any]], None]  # of a baseline's JSON
 
 
-@pytest.fixture(scope="module")
-def cubin(tmp_path_factory, package) -> Path:
-    """Step v1 of the library; for sm_90, if the library is."""
-    return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
-
-
 @pytest.fixture
-def baseline(tmp_path, capsys, cubin) -> Path:
+def baseline(tmp_path, capsys) -> Path:
     """A baseline of that kernel alone."""
     path = tmp_path / "baseline.json"
-    assert run(capsys, cubin, path, "--update")[0] == 0
+    assert run(capsys, path, "--update")[0] == 0
     return path
 
 
-def run(capsys, library: Path, baseline: Path, *arguments: str) -> tuple[int, str, str]:
+def run(capsys, baseline: Path, *arguments: str) -> tuple[int, str, str]:
     """The tool's exit status, and what it printed."""
-    options = ["--library", str(library), "--baseline", str(baseline), *arguments]
+    options = ["--kernel", V1, "--arch", "sm_90", "--baseline", str(baseline), *arguments]
     status = load_tool(TOOL).main(options)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
@@ -63,93 +56,89 @@ def newer_compiler(document: dict[str, Any]) -> None:
 
 
 class TestCheck:
-    def test_passes_when_nothing_changed(self, capsys, cubin, baseline) -> None:
+    def test_passes_when_nothing_changed(self, capsys, baseline) -> None:
         before = baseline.read_text()
-        status, out, _ = run(capsys, cubin, baseline)
+        status, out, _ = run(capsys, baseline)
         assert status == 0
         assert "1 kernels compared: 0 worse, 0 better, 1 the same" in out
         assert baseline.read_text() == before
 
     def test_fails_when_a_kernel_got_worse_and_tells_what_got_better(
-        self, capsys, cubin, baseline
+        self, capsys, baseline
     ) -> None:
         edit(baseline, add("between_hgmma", -1))
         edit(baseline, add("registers", 8))
-        status, out, _ = run(capsys, cubin, baseline)
+        status, out, _ = run(capsys, baseline)
         assert status == 1
         worse, _, better = out.partition("worse:")[2].partition("better:")
         assert V1 in worse and "instructions between HGMMA" in worse
         assert "-8" in better
 
-    def test_lists_what_is_missing_and_what_is_new(self, capsys, cubin, baseline) -> None:
+    def test_lists_what_is_missing_and_what_is_new(self, capsys, baseline) -> None:
         edit(baseline, lambda document: figures(document).update(kernel="v1_other"))
-        status, out, _ = run(capsys, cubin, baseline)
+        status, out, _ = run(capsys, baseline)
         assert status == 1
         assert "missing from the library:\n  v1_other" in out
         assert f"not in the baseline:\n  {V1}" in out
 
 
 class TestCompiler:
-    def test_another_is_refused_with_the_ways_out(self, capsys, cubin, baseline) -> None:
+    def test_another_is_refused_with_the_ways_out(self, capsys, baseline) -> None:
         edit(baseline, newer_compiler)
-        status, out, err = run(capsys, cubin, baseline)
+        status, out, err = run(capsys, baseline)
         assert (status, out) == (2, "")
         assert "has figures of ptxas 99.1.2: --update adds" in err
 
-    def test_another_is_compared_on_demand(self, capsys, cubin, baseline) -> None:
+    def test_another_is_compared_on_demand(self, capsys, baseline) -> None:
         edit(baseline, newer_compiler)
-        status, out, _ = run(capsys, cubin, baseline, "--any-compiler")
+        status, out, _ = run(capsys, baseline, "--any-compiler")
         assert status == 0
         assert "compared with ptxas 99.1.2" in out
         edit(baseline, add("registers", -1))
-        assert run(capsys, cubin, baseline, "--any-compiler")[0] == 1
+        assert run(capsys, baseline, "--any-compiler")[0] == 1
 
-    def test_another_stands_beside_the_present_one(self, capsys, cubin, baseline) -> None:
+    def test_another_stands_beside_the_present_one(self, capsys, baseline) -> None:
         whole = json.loads(baseline.read_text())
         edit(baseline, newer_compiler)
-        assert run(capsys, cubin, baseline, "--update")[0] == 0
+        assert run(capsys, baseline, "--update")[0] == 0
         present, newer = json.loads(baseline.read_text())["compilers"]
         assert present == whole["compilers"][0]
         assert newer["compiler"]["version"] == [99, 1, 2]
-        status, out, _ = run(capsys, cubin, baseline)
+        status, out, _ = run(capsys, baseline)
         assert (status, "99.1.2" in out) == (0, False)
 
 
 class TestUpdate:
-    def test_writes_what_the_library_takes_now(self, capsys, cubin, baseline) -> None:
+    def test_writes_what_the_library_takes_now(self, capsys, baseline) -> None:
         whole = baseline.read_text()
         edit(baseline, add("registers", -1))
-        status, out, _ = run(capsys, cubin, baseline, "--update")
+        status, out, _ = run(capsys, baseline, "--update")
         assert status == 0
         assert "1 worse" in out
         assert baseline.read_text() == whole
         assert list(baseline.parent.iterdir()) == [baseline]
 
-    def test_leaves_a_damaged_baseline_alone(self, capsys, cubin, baseline) -> None:
+    def test_leaves_a_damaged_baseline_alone(self, capsys, baseline) -> None:
         baseline.write_text("damaged")
-        status, _, err = run(capsys, cubin, baseline, "--update")
+        status, _, err = run(capsys, baseline, "--update")
         assert status == 2
         assert "holds no baseline" in err
         assert baseline.read_text() == "damaged"
 
 
 class TestBadInput:
-    def test_of_a_baseline_that_is_not_there(self, capsys, cubin, tmp_path) -> None:
-        status, out, err = run(capsys, cubin, tmp_path / "nix.json")
+    def test_of_a_baseline_that_is_not_there(self, capsys, tmp_path) -> None:
+        status, out, err = run(capsys, tmp_path / "nix.json")
         assert (status, out) == (2, "")
         assert "nix.json is not there: --update makes" in err
 
-    def test_of_a_library(self, capsys, baseline, tmp_path) -> None:
-        text = tmp_path / "text.so"
-        text.write_text("no library")
-        for library in (text, tmp_path / "nix.so", SEVERAL, tmp_path):
-            status, out, err = run(capsys, library, baseline)
-            assert (status, out) == (2, ""), library
-            assert str(library) in err
-            assert "Traceback" not in err
+    def test_of_a_kernel(self, capsys, baseline) -> None:
+        status, out, err = run(capsys, baseline, "--kernel", "v99")
+        assert (status, out) == (2, "")
+        assert "'v99': the steps are v1 to" in err
 
-    def test_of_an_architecture(self, capsys, cubin, baseline) -> None:
-        status, _, err = run(capsys, cubin, baseline, "--arch", "sm_75")
+    def test_of_an_architecture(self, capsys, baseline) -> None:
+        status, _, err = run(capsys, baseline, "--arch", "sm_75")
         assert status == 2
         assert "sm_75" in err
 

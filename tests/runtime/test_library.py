@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from elftools.elf.elffile import ELFFile
 from other_family import COUNTER, TILE, OtherConfig
 
@@ -31,6 +32,7 @@ from flash_helpers.kernel_configs import (
     config_from_symbol,
     get_kernel_progression_configs,
 )
+from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER, NEXT_TILE
 from flash_helpers.runtime import library
@@ -323,6 +325,12 @@ class TestResolve:
         config = V16.replace(static_row_stride=128 * 1023)
         assert config not in LISTED
         assert library.resolve(config.short_form()) == library.resolve(config) == config
+
+    def test_what_is_not_listed_is_compiled_and_computes(self):
+        config = V16.replace(static_row_stride=128 * 1023)
+        q, k, v = make_inputs("normal", AttentionForward(1, 1, 128), torch.bfloat16)
+        found = flash_attention.forward(config, q, k, v)
+        assert torch.equal(found, flash_attention.forward(V16, q, k, v))
 
     @pytest.mark.parametrize("cfg", [7, None, b"v7"])
     def test_takes_nothing_else(self, cfg):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sass_text import DEFAULT, PROGRESSION
+from sass_text import DEFAULT
 
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.machine_code import installed_library, kernel_names
@@ -98,7 +98,7 @@ class TestMatching:
 
     def test_finds_each_kernel_of_the_library_by_its_short_form(self) -> None:
         symbols = [symbol for _, symbol in list_kernels(installed_library(), DEFAULT)]
-        for config in PROGRESSION:
+        for config in AMPERE.progression():
             (symbol,) = matching(symbols, config.short_form())
             assert config.step.namespace in identifiers(symbol)
 

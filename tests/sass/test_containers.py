@@ -13,8 +13,8 @@ import pytest
 from archives import archive, host_object
 from sass_text import ARCHITECTURES
 
-from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.sass.read.containers import Member, MemberKind, cubins_of, members_of, ptx_of
 from flash_helpers.sass.read.cubin import read_cubin
 from flash_helpers.sass.read.reader import find_kernels, list_kernels, load_kernels
@@ -52,7 +52,7 @@ class TestKernelsIn:
     def test_the_installed_library(self) -> None:
         there = list_kernels(installed_library())
         numbers = [int(name.removeprefix("sm_")) for name in ARCHITECTURES]
-        for config in get_kernel_progression_configs():
+        for config in AMPERE.progression():
             found = [name for name, symbol in there if config.short_form() + "EE" in symbol]
             wanted = [f"sm_{target}" for target in config.family.targets_for(numbers)]
             assert sorted(found) == sorted(wanted), config

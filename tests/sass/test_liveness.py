@@ -8,6 +8,7 @@ import pytest
 from fake_backend import run_tool
 from sass_text import kernel
 
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure import live_registers
 from flash_helpers.measure.live_registers import (
     LiveComparison,
@@ -16,14 +17,20 @@ from flash_helpers.measure.live_registers import (
     compared,
     listed,
 )
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.overlap import OVERLAP
+from flash_helpers.registry.softmax import SOFTMAX
+from flash_helpers.runtime import library
 from flash_helpers.sass.read.disassembler import find_disassemblers
 from flash_helpers.sass.read.liveness import live_registers as found_live
 from flash_helpers.sass.read.liveness import why_unknown
-from flash_helpers.sass.read.reader import chosen_kernels, load_kernels
+from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Kernel, LiveRegisters
 
 pytestmark = pytest.mark.slow
+
+OWN = [AMPERE.progression()[-1], *(f.progression()[1] for f in (OVERLAP, HOPPER, SOFTMAX))]
 
 
 def check(path: Path) -> int:
@@ -47,16 +54,9 @@ def test_are_those_of_nvdisasm(name: str, planted: Path) -> None:
     assert check(planted / f"{name}.cubin") > 5
 
 
-@pytest.mark.parametrize("name", ["v9_bf16_d128_Br64", "s2_fp32", "h2_bf16"])
-def test_of_the_library_are_those_of_nvdisasm(name: str, tmp_path: Path) -> None:
-    member, _ = next(
-        pair
-        for pair in chosen_kernels(installed_library(), None, [name], "")
-        if pair[1].architecture in ("sm_90", "sm_90a")
-    )
-    path = tmp_path / "one.cubin"
-    path.write_bytes(member.read())
-    assert check(path) > 50
+@pytest.mark.parametrize("config", OWN, ids=Config.short_form)
+def test_of_own_kernels_are_those_of_nvdisasm(config: Config) -> None:
+    assert check(library.code_paths([config], "sm_90")[config.short_form()]) > 50
 
 
 def test_a_column_that_nvdisasm_leaves_out_is_zero() -> None:

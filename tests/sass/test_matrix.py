@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 from edited_kernels import block_of_phase, instructions_of, library_kernel
-from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version
+from sass_text import kernel, needs, of_version
 
 from flash_helpers.kernel_configs import STEPS, Element, get_listed_configs
 from flash_helpers.measure.machine_code import (
-    ARCHITECTURE,
     config_facts,
     facts_matrix,
     listed_configs,
 )
 from flash_helpers.ptx.read.flow import Phase
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.selection import choose_kernels
 from flash_helpers.runtime import library
 from flash_helpers.sass.analyse.bound import Launch
@@ -57,22 +57,13 @@ class TestChoice:
     def test_of_a_short_form_is_itself_in_its_own_dtype(self) -> None:
         assert choose_kernels(BUILT, [LARGE.short_form()], Element.FP16) == [LARGE]
 
-    def test_knows_what_the_library_holds(self) -> None:
-        assert listed_configs(DEFAULT) == library.kernels()
-        with pytest.raises(SassError, match=DEFAULT):
-            listed_configs("sm_75")
-
-    def test_of_no_architecture_is_that_of_the_measurements_if_it_is_built(self) -> None:
-        assert ARCHITECTURE in ARCHITECTURES
-        assert DEFAULT == "sm_90" or "sm_90" not in ARCHITECTURES
-
-    def test_of_no_architecture_is_otherwise_the_latest_and_says_so(
-        self, monkeypatch, capsys
-    ) -> None:
-        there = ["sm_80", "sm_100a", "sm_89", "compute_80"]
-        monkeypatch.setattr(library, "architectures", lambda: there)
-        assert ARCHITECTURE == "sm_100a"
-        assert capsys.readouterr().err == "the library has no code for sm_90: this is sm_100a\n"
+    def test_knows_what_is_made_for_an_architecture(self) -> None:
+        assert listed_configs("sm_90") == library.kernels()
+        assert listed_configs("sm_120") == [c for c in BUILT if c.family.is_portable]
+        assert all(c.family is HOPPER for c in listed_configs("sm_90a"))
+        for architecture in ("sm_75", "sm_120a"):
+            with pytest.raises(SassError, match=f"no kernel is made for {architecture}"):
+                listed_configs(architecture)
 
 
 class TestNames:

@@ -49,6 +49,7 @@ from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.registry.rows import SOFTMAX
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
+from flash_helpers.tune import best
 from flash_helpers.tune import worker as sweep_worker
 from flash_helpers.tune.best import best_config
 from flash_helpers.tune.measurer import Journal, JournalEntry, Measurer
@@ -918,7 +919,7 @@ def test_the_winner_is_built_and_picked(
     assert (package / "ptx" / f"{winner.short_form()}.ptx").is_file()
     # pick
     monkeypatch.setattr(library, "kernels", lambda: built)
-    monkeypatch.setattr(library, "package_folder", lambda: package)
+    monkeypatch.setattr(best, "sources_root", lambda package: sweep.root)
     properties = SimpleNamespace(name=H100, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -26,7 +26,9 @@ from flash_helpers.measure.baseline import (
     load_baseline,
     read_figures,
 )
-from flash_helpers.measure.machine_code import own_kernels
+from flash_helpers.measure.machine_code import listed_configs, own_kernels
+from flash_helpers.registry.problem import Element
+from flash_helpers.registry.selection import KERNEL_NAMES, select_kernels
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +47,8 @@ EXAMPLES = """\
 examples:
   all listed kernels, on all architectures:
     python tools/analysis/check_resources.py
-  one architecture, after a change to a kernel:
-    python tools/analysis/check_resources.py --arch sm_90
+  one step on one architecture, after a change to it:
+    python tools/analysis/check_resources.py --kernel h30 --arch sm_90
   accept a change that is worth its cost, or add another compiler:
     python tools/analysis/check_resources.py --update
   the kernels of another compiler, compared with the compiler in the baseline:
@@ -69,6 +71,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=BASELINE,
         metavar="FILE",
         help=f"(default: {BASELINE.relative_to(ROOT)})",
+    )
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        metavar="NAME",
+        help=f"{KERNEL_NAMES}; of a step every listed config is meant (default: all listed)",
     )
     add_architecture_argument(
         parser, f"(default: {' '.join(map(str, DEFAULT_ARCHITECTURES))})", nargs="+"
@@ -97,14 +105,18 @@ def known_compiler(
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Read, compare and print; returns the exit status. Raises SassError and OSError."""
+    """Read, compare and print; returns the exit status. Raises SassError, UsageError
+    and OSError."""
     baseline = Baseline()
     if arguments.baseline.exists() or not arguments.update:
         baseline = load_baseline(arguments.baseline)
     kernels = {}
     for architecture in arguments.arch or [f"sm_{number}" for number in DEFAULT_ARCHITECTURES]:
+        configs = listed_configs(architecture)
+        if arguments.kernel:
+            configs = select_kernels(configs, arguments.kernel, Element)
         with progress_bar(f"reading {architecture}") as progress:
-            kernels[architecture] = own_kernels(architecture, progress=progress)
+            kernels[architecture] = own_kernels(architecture, configs, progress=progress)
     compiler, found = read_figures(kernels)
     if arguments.update:
         comparison = compare(baseline.of(compiler), found)
@@ -125,7 +137,7 @@ def check(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the kernels; returns the exit status."""
     arguments = parse_arguments(argv)
-    return run_tool(lambda: check(arguments), SassError, OSError)
+    return run_tool(lambda: check(arguments), SassError, OSError, ValueError)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from flash_helpers.compile.build import requested_jobs
 from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.compile.compilers import find_compiler
-from flash_helpers.compile.jit import Jit, units_of
+from flash_helpers.compile.jit import FOREVER, Jit, units_of
 from flash_helpers.compile.sources import Unit
 from flash_helpers.compile.toolchain import BuildError, requested_architectures
 from flash_helpers.registry.selection import UsageError, parse_steps
@@ -46,8 +46,8 @@ def prebuild(
             for unit in units_of(config):
                 wanted += [(unit, target) for target in (f"compute_{family.targets[0]}", *targets)]
     jit = Jit(root, Cache(folder), lambda: find_compiler(environ), requested_jobs(environ))
-    units, targets = zip(*wanted, strict=True)
-    for number, outcome in enumerate(jit.each(units, targets, float("inf")), start=1):
+    units, each_target = [unit for unit, _ in wanted], [target for _, target in wanted]
+    for number, outcome in enumerate(jit.each(units, each_target, FOREVER), start=1):
         if outcome.compiled is None:
             raise BuildError(f"{outcome.unit.name} for {outcome.target}: {outcome.log}")
         report(f"[{number}/{len(wanted)}] {outcome.unit.name} for {outcome.target}")

@@ -50,20 +50,19 @@ def codes_of(configs: Iterable[Config], compute_capability: str) -> dict[Config,
         with contextlib.suppress(ValueError):
             config.family.target_on(architecture)
             own.append(config)
-    paths = library.code_paths(own, architecture)
+    paths = library.code_paths(own, architecture) if own else {}
     found = {}
-    capability = capability_of(architecture)
     for config in own:
+        capability = capability_of(config.family.target_on(architecture))
         files = {paths[name] for name in config.kernels.values()}
-        found[config] = code_digest(
-            s for file in files for s in _sections(file, capability)[config]
-        )
+        sections = [s for file in files for s in _sections(file, capability)[config]]
+        found[config] = code_digest(sections)
     return found
 
 
 @functools.cache
 def _sections(path: Path, capability: int) -> dict[Config, list[tuple[str, bytes]]]:
-    """Symbols and .text sections of each config of this repository in a file.
+    """Symbols and .text sections of each config of this repository in a file for a GPU.
 
     Raises SassError as `containers.cubins_of` does.
     """

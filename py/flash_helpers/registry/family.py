@@ -212,13 +212,15 @@ class Family(Generic[C]):
     def target_on(self, architecture: str) -> str:
         """Return the target of the kernels for an architecture: "sm_90a" for "sm_90" if the family
         is made for that. Raises ValueError for an architecture that it is not made for."""
-        targets = [f"sm_{target}" for target in self.targets_for([gpu.capability_of(architecture)])]
-        if not targets or architecture not in (targets[0], targets[0].rstrip("a")):
+        number = gpu.capability_of(architecture)
+        own = [f"sm_{target}" for target in self.targets_for([number])]
+        if number < min(self.capabilities) or architecture not in (*own, *(t[:-1] for t in own)):
             raise ValueError(
                 f"the kernels of family {self.name} are made for "
-                f"{', '.join(f'sm_{target}' for target in self.targets)}, not for {architecture}"
+                f"{', '.join(f'sm_{target}' for target in self.targets)}"
+                f"{' and later' if self.is_portable else ''}, not for {architecture}"
             )
-        return targets[0]
+        return own[0]
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of a compute capability such as (9, 0) can run the kernels."""
