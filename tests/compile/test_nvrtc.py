@@ -27,7 +27,9 @@ __global__ void scale(float *x) {
 """
 NEAR = """\
 #pragma once
-#include "far.cuh"
+#if __has_include(<far.cuh>) && !__has_include("gone.cuh")
+#include <far.cuh>
+#endif
 template <typename Config>
 __device__ float factor(float x) {
     return kFactor * x + (x > 0 ? INFINITY : NAN) + Config::value;
@@ -135,7 +137,7 @@ class TestMessages:
         result = compiled(tmp_path, compiler, "sm_80", near=wrong)
         assert (result.status != 0, result.files) == (True, {})
         assert re.findall(r"(?m)^(.*)\((\d+)\): error: (.*)$", result.log) == [
-            ("kernels/near.cuh", "5", 'identifier "y" is undefined')
+            ("kernels/near.cuh", "7", 'identifier "y" is undefined')
         ]
         assert str(tmp_path) not in result.log
 
@@ -205,9 +207,10 @@ def test_an_unknown_flag_is_named(tmp_path: Path) -> None:
 
 
 def test_gathered_sources_have_one_name_each(tmp_path: Path) -> None:
-    """Two files called near.cuh, one included by a path that leaves its folder, and a circle."""
+    """Two files called near.cuh, one included by a path that leaves its folder, one that is not
+    looked for beside the file, and a circle."""
     root = write_tree(tmp_path.resolve(), near='#include "../src/include/near.cuh"\n')
-    (root / "src/include/near.cuh").write_text('#include "far.cuh"\n#include "gone.cuh"\n')
+    (root / "src/include/near.cuh").write_text('#include <far.cuh>\n#include "gone.cuh"\n')
     (root / "src/include/far.cuh").write_text('#include "kernels/scale.cuh"\n')
     text, headers = gather_sources(root, '# include "kernels/scale.cuh" // the kernel\n')
     assert text == '# include "kernels/scale.cuh" // the kernel\n'

@@ -27,7 +27,9 @@ SOURCE_FOLDERS = ("src/include", ".")
 """Folders below the root in which the sources look for a header, after their own."""
 
 _COMPILATION_FAILED = 6  # NVRTC, "nvrtcResult": NVRTC_ERROR_COMPILATION
-_INCLUDE = re.compile(r'^(\s*#\s*include\s*)"([^"\n]*)"', re.MULTILINE)
+_INCLUDE = re.compile(
+    r'((?:^[ \t]*#[ \t]*include|__has_include[ \t]*\()[ \t]*)(["<])([^">\n]+)[">]', re.MULTILINE
+)
 
 
 class NvrtcError(Exception):
@@ -141,24 +143,19 @@ def standard_headers() -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(HEADERS.iterdir())}
 
 
-def find_header(root: Path, folder: Path | None, name: str) -> Path | None:
-    """The file that `#include "name"` names in a file of `folder`, or in the unit, which has no
-    folder; None if there is none."""
-    places = ([folder] if folder else []) + [root / source for source in SOURCE_FOLDERS]
-    return next((file.resolve() for place in places if (file := place / name).is_file()), None)
-
-
 def gather_sources(root: Path, text: str) -> tuple[str, dict[str, str]]:
     """A unit's text and those of the headers that it includes, directly or not, by name: relative
     to the root, which must be resolved. Their `#include` lines have these names, too."""
     headers: dict[str, str] = {}
+    folders = [root / folder for folder in SOURCE_FOLDERS]
 
-    def follow(text: str, folder: Path | None) -> str:
+    def follow(text: str, folder: Path) -> str:
         def renamed(include: re.Match[str]) -> str:
-            path = find_header(root, folder, include[2])
-            if path is None:  # the compiler says so, unless a condition excludes it
-                return include[0]
-            name = os.path.relpath(path, root)
+            places = [folder, *folders] if include[2] == '"' else folders
+            found = (file for place in places if (file := place / include[3]).is_file())
+            if (path := next(found, None)) is None:
+                return include[0]  # of the standard library, left out by a condition, or an error
+            name = os.path.relpath(path.resolve(), root)
             if name not in headers:
                 headers[name] = ""  # so that a circle of headers ends
                 headers[name] = f'#line 1 "{name}"\n{follow(path.read_text(), path.parent)}'
@@ -166,7 +163,7 @@ def gather_sources(root: Path, text: str) -> tuple[str, dict[str, str]]:
 
         return _INCLUDE.sub(renamed, text)
 
-    return follow(text, None), headers
+    return follow(text, root), headers
 
 
 @contextlib.contextmanager
