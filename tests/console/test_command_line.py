@@ -80,6 +80,7 @@ OUTPUTS = {
     "benchmarks/call_overhead.py": ["--json"],
     "benchmarks/compilers.py": ["--json"],
     "benchmarks/experiments/run_experiments.py": ["--json"],
+    "benchmarks/first_call.py": ["--json"],
     "benchmarks/hopper_kernels.py": ["--json"],
     "benchmarks/mma_cycles.py": ["--json"],
     "benchmarks/shared_wavefronts.py": ["--json"],

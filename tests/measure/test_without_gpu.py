@@ -17,6 +17,7 @@ from fake_backend import ROOT, load_tool
         ("benchmarks/call_overhead.py", ["--json"]),
         ("benchmarks/compilers.py", ["--json"]),
         ("benchmarks/experiments/run_experiments.py", ["--json"]),
+        ("benchmarks/first_call.py", ["--device", "cuda", "--json"]),
         ("benchmarks/mma_cycles.py", ["--json"]),
         ("tools/analysis/check_counts.py", ["--source", "sass", "--json"]),
         ("tools/analysis/check_counts.py", ["--source", "simulator", "--json"]),
