@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from gpu_problems import CONFIGS
 
 from flash_helpers.kernel_configs import Config, get_kernel_progression_configs
+from flash_helpers.measure.compilers import CompilerComparison
+from flash_helpers.measure.first_call import EMPTY, FILLED, LIBRARY, FirstCalls
 from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.results import BURST, CONTROL, FLASH, SUSTAINED, load_results
 from flash_helpers.operations.attention_forward import OPERATION
@@ -79,6 +82,32 @@ def test_the_benchmark_times_a_kernel_beside_flash(tmp_path: Path) -> None:
     # what is never let off draws more than what rests for two thirds of the time
     burst, sustained = (results.find(kernel, "bf16", 512, load) for load in (BURST, SUSTAINED))
     assert median(sustained.power_w) > median(burst.power_w)
+
+
+def test_a_kernel_of_two_compilers_is_right_and_timed(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    path = tmp_path / "compilers.json"
+    options = ["--kernel", "s1", "--size", "1024", "--load", "burst", "--rounds", "2"]
+    result = run("benchmarks/compilers.py", *options, "--json", str(path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = CompilerComparison.load(path)
+    assert {pair.first.name.split("_")[0] for pair in found.pairs} == {"s1"}
+    assert any(pair.is_control for pair in found.pairs)
+    for pair in found.pairs:
+        assert len(pair.ratios) == len(pair.first.sm_mhz) == 2
+
+
+def test_a_process_compiles_a_kernel_at_its_first_call_and_the_next_one_finds_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "calls.json"
+    options = ["--device", "cuda", "--repetitions", "1", "--json", str(path)]
+    result = run("benchmarks/first_call.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [(r.kernel.split("_")[0], r.state) for r in FirstCalls.load(path).records]
+    assert found[0] == ("v16", LIBRARY)
+    assert found[1:] == [(x, state) for x in ("o5", "h30") for state in (EMPTY, FILLED)]
 
 
 def test_the_driver_tells_clock_power_and_temperature(cuda_device: torch.device) -> None:
