@@ -147,8 +147,11 @@ def find_compilers() -> tuple[Compiler, Compiler]:
 def chosen_kernels(arguments: argparse.Namespace, backend: Backend, gpu: Device) -> list[Config]:
     """The chosen kernels, sorted. Raises UsageError, also for a kernel that is not made for the
     GPU."""
-    steps = [STEPS[name] for name in STEPS_TIMED]
-    fixed = [FAMILIES[step.family].fixed_config(step, Element.BF16) for step in steps]
+    fixed = [
+        family.fixed_config(STEPS[name], Element.BF16)
+        for name in STEPS_TIMED
+        if (family := FAMILIES[STEPS[name].family]).runs_on(gpu.capability)
+    ]
     dtypes = parse_dtypes(arguments.dtype)
     chosen = select_kernels(backend.kernels, arguments.kernel, dtypes, fixed)
     for config in chosen:

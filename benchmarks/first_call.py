@@ -132,7 +132,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace, command: str) -> int:
     """Measure, print and write; returns the exit status. Raises KernelsNotRun and OSError."""
     backend = find_backend(arguments.device)
-    fixed = [FAMILIES[STEPS[x].family].fixed_config(STEPS[x], PROBLEM.dtype) for x in STEPS_CALLED]
+    found_here = provenance(backend, command, arguments.commit or git_commit(ROOT))
+    families = {name: FAMILIES[STEPS[name].family] for name in STEPS_CALLED}
+    fixed = [
+        family.fixed_config(STEPS[name], PROBLEM.dtype)
+        for name, family in families.items()
+        if backend.is_simulator or family.runs_on(found_here.device.capability)
+    ]
     measure = run_process(backend.device.type)
     records: list[FirstCallRecord] = []
     with bar(total=len(fixed) * arguments.repetitions, desc="first calls") as shown:
@@ -146,7 +152,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
                 return 1
             records += found
     measured = FirstCalls(
-        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        found_here,
         compiler,
         backend.is_simulator,
         PROBLEM.shape,

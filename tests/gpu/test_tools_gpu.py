@@ -106,8 +106,9 @@ def test_a_process_compiles_a_kernel_at_its_first_call_and_the_next_one_finds_it
     result = run("benchmarks/first_call.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     found = [(r.kernel.split("_")[0], r.state) for r in FirstCalls.load(path).records]
-    assert found[0] == ("v16", LIBRARY)
-    assert found[1:] == [(x, state) for x in ("o5", "h30") for state in (EMPTY, FILLED)]
+    assert found[:3] == [("v16", LIBRARY), ("o5", EMPTY), ("o5", FILLED)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert found[3:] == [("h30", EMPTY), ("h30", FILLED)]
 
 
 def test_the_driver_tells_clock_power_and_temperature(cuda_device: torch.device) -> None:

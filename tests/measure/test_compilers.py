@@ -202,8 +202,13 @@ class TestTool:
         assert {config.dtype for config in found} == {Element.BF16}
         every = tool.chosen_kernels(tool.parse_arguments(["--kernel", "all"]), backend, self.GPU)
         assert {*every} == {*backend.kernels}
-        with pytest.raises(ValueError, match=r"need 9\.0"):
-            tool.chosen_kernels(tool.parse_arguments([]), backend, Device("A100", (8, 0), 108))
+
+    def test_leaves_out_what_the_gpu_does_not_run_unless_it_was_named(self, tool) -> None:
+        backend, gpu = fake_backend(), Device("A100", (8, 0), 108)
+        found = tool.chosen_kernels(tool.parse_arguments([]), backend, gpu)
+        assert {config.step.id for config in found} == {"v16", "o5"}
+        with pytest.raises(ValueError, match=r"A100 .* need 9\.0"):
+            tool.chosen_kernels(tool.parse_arguments(["--kernel", "h30"]), backend, gpu)
 
     def test_compiles_each_kernel_by_each_compiler(self, tool, tmp_path) -> None:
         config = FAMILIES["softmax"].progression()[0]

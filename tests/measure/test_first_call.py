@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,8 @@ class TestProcesses:
         program = tmp_path / "child.py"
         program.write_text("raise ValueError('no such kernel')\n")
         monkeypatch.setattr(tool, "PROGRAM", program)
-        monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
+        simulator = replace(fake_backend(), is_simulator=True)
+        monkeypatch.setattr(tool, "find_backend", lambda device: simulator)
         path = tmp_path / "calls.json"
         assert tool.main(["--device", "cpu", "--json", str(path)]) == 1
         assert "ValueError: no such kernel" in capsys.readouterr().err
@@ -94,11 +96,14 @@ def test_the_table_has_medians_over_processes() -> None:
 
 
 def test_the_tool_prints_the_table_and_writes_the_file(tool, monkeypatch, tmp_path, capsys) -> None:
+    found = provenance(fake_backend(), "first_call.py", "68cfc22")
+    gpu = replace(found, gpu="NVIDIA A100", compute_capability="8.0")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
+    monkeypatch.setattr(tool, "provenance", lambda *_: gpu)
     monkeypatch.setattr(tool, "run_process", lambda device: lambda kernel, folder: times(50.0))
     path = tmp_path / "calls.json"
     assert tool.main(["--repetitions", "2", "--json", str(path)]) == 0
     written = FirstCalls.load(path)
-    assert [record.kernel.split("_")[0] for record in written.records] == ["v16", "o5", "h30"]
+    assert [record.kernel.split("_")[0] for record in written.records] == ["v16", "o5"]
     assert json.loads(path.read_text())["compiler"] == "NVRTC 13.0"
     assert "first call, ms" in capsys.readouterr().out
