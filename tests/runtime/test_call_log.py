@@ -261,7 +261,7 @@ class TestTime:
             addresses={},
             output=None,
         )
-        monkeypatch.setattr(_forward, "prepare", lambda *_: ready)
+        monkeypatch.setattr(_forward, "ready_call", lambda *_: ready)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         flash_attention.forward_timed(ATTENTION, *qkv())

@@ -17,10 +17,9 @@ from flash_helpers.measure.live_registers import (
     compared,
     listed,
 )
-from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.overlap import OVERLAP
-from flash_helpers.registry.softmax import SOFTMAX
+from flash_helpers.registry.rows import SOFTMAX
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.disassembler import find_disassemblers
 from flash_helpers.sass.read.liveness import live_registers as found_live
@@ -30,7 +29,7 @@ from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Kernel, LiveRegis
 
 pytestmark = pytest.mark.slow
 
-OWN = [AMPERE.progression()[-1], *(f.progression()[1] for f in (OVERLAP, HOPPER, SOFTMAX))]
+OWN = [family.progression()[1] for family in (OVERLAP, HOPPER, SOFTMAX)]
 
 
 def check(path: Path) -> int:

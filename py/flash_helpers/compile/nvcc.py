@@ -57,7 +57,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # machine code from this very PTX, and without the scratch folder's name in it
     command = [asked.nvcc, *asked.flags, f"-arch={asked.target}", "-cubin", ptx.name]
     return _run([*command, "-o", "kernel.cubin"], scratch, asked.unit)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

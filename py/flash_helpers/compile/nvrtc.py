@@ -149,21 +149,21 @@ def gather_sources(root: Path, text: str) -> tuple[str, dict[str, str]]:
     headers: dict[str, str] = {}
     folders = [root / folder for folder in SOURCE_FOLDERS]
 
-    def follow(text: str, folder: Path) -> str:
+    def follow(text: str, own: Sequence[Path] = ()) -> str:
         def renamed(include: re.Match[str]) -> str:
-            places = [folder, *folders] if include[2] == '"' else folders
+            places = [*own, *folders] if include[2] == '"' else folders
             found = (file for place in places if (file := place / include[3]).is_file())
             if (path := next(found, None)) is None:
                 return include[0]  # of the standard library, left out by a condition, or an error
             name = os.path.relpath(path.resolve(), root)
             if name not in headers:
                 headers[name] = ""  # so that a circle of headers ends
-                headers[name] = f'#line 1 "{name}"\n{follow(path.read_text(), path.parent)}'
+                headers[name] = f'#line 1 "{name}"\n{follow(path.read_text(), [path.parent])}'
             return f'{include[1]}"{name}"'
 
         return _INCLUDE.sub(renamed, text)
 
-    return follow(text, root), headers
+    return follow(text), headers
 
 
 @contextlib.contextmanager
@@ -211,7 +211,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     sys.stdout.buffer.write(f"{output.log.rstrip()}\n".encode())
     return 0 if output.ptx else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
