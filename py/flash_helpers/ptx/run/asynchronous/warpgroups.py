@@ -157,11 +157,13 @@ class Warpgroups:
         self.registers.waited(position, warps, self.committed[warps], allowed)
         if self.lints is not None:
             self.lints.wait(warps, targets)
+        learned = []
         for owner in np.unique(owners).tolist():
             self._end_reads(owner, int(limits[owner]))
             known = np.zeros((1, self._agent_of(owner) + 1), np.int64)
             known[0, -1] = self._over[owner]
-            self.shared.order.acquire(lanes_of_warps(warps[owners == owner]), [Knowledge(known)])
+            learned.append((lanes_of_warps(warps[owners == owner]), [Knowledge(known)]))
+        self.shared.order.acquire_each(learned)
 
     def issue(
         self,

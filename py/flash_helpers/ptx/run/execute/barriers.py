@@ -140,9 +140,9 @@ class BlockBarriers:
         if barrier.count is not None:
             dues = for_each(barrier.count, lanes)
         for owner in np.unique(owners).tolist():
-            mine = owners == owner
-            for name, due in sorted({*zip(names[mine].tolist(), dues[mine].tolist(), strict=True)}):
-                chosen = lanes[mine & (names == name) & (dues == due)]
+            mine = np.flatnonzero(owners == owner)
+            for name, due in _pairs(names[mine], dues[mine]):
+                chosen = lanes[mine[(names[mine] == name) & (dues[mine] == due)]]
                 came = (chosen, block.end - 1, barrier, due, order.now)
                 arrival = Arrival(*came, order.arrive(chosen))
                 self._check_company(owner, name, arrival)
@@ -364,6 +364,10 @@ class BlockBarriers:
         """Whether a barrier waits for no thread any more. A barrier of the whole block waits for
         the threads that have not ended. A barrier with a thread count waits for that many warps,
         and in each for the threads that have not ended (PTX ISA 9.0, "barrier", "exit")."""
+        newest = arrivals[-1]
+        came = sum(arrival.lanes.size for arrival in arrivals)
+        if came >= newest.due:
+            return True
         geometry = self.machine.geometry
         arrived = np.zeros(geometry.lanes_per_block, bool)
         for arrival in arrivals:
@@ -371,10 +375,8 @@ class BlockBarriers:
         gone = self.threads.status[geometry.lanes_of(owner)] == DONE
         if self.strict:
             gone = np.arange(gone.size) >= geometry.threads
-        newest = arrivals[-1]
-        came = sum(arrival.lanes.size for arrival in arrivals)
         if newest.barrier.count is None:
-            return came >= newest.due or bool((arrived | gone).all())
+            return bool((arrived | gone).all())
         warps = arrived.reshape(-1, WARP).any(axis=1)
         missing = (gone & ~arrived).reshape(-1, WARP)[warps].sum()
         return came + missing >= newest.due
@@ -388,3 +390,11 @@ class BlockBarriers:
                 result = {"popc": values.sum(), "and": values.all(), "or": values.any()}
                 barrier.destination[chosen] = result[barrier.reduction]
             self.threads.go(chosen, self.program.block_at(position).next)
+
+
+def _pairs(names: np.ndarray, dues: np.ndarray) -> list[tuple[int, int]]:
+    """The different pairs of a barrier's number and its thread count, in order."""
+    first = int(names[0]), int(dues[0])
+    if (names == first[0]).all() and (dues == first[1]).all():
+        return [first]
+    return sorted({*zip(names.tolist(), dues.tolist(), strict=True)})

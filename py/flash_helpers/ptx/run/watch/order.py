@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -466,6 +467,8 @@ class Order:
         """The times up to which each warp of the cluster is known, (warps,): for known accesses of
         single lanes, and for accesses of the whole warp."""
         known = self.stacked([knowledge])[0, 0]
+        if not self._has_lane_columns:
+            return known[: self.geometry.warps_per_cluster]
         each = known[self._column_of].reshape(-1, WARP).max(axis=1)
         return np.maximum(known[: each.size], each)
 
@@ -626,6 +629,13 @@ def _lanes_of_warps(warps: np.ndarray) -> np.ndarray:
 
 def _whole_warps(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The warps of which all lanes are given, and the lanes of the other warps."""
+    return _whole_warps_in(lanes.tobytes())
+
+
+@lru_cache(maxsize=1024)
+def _whole_warps_in(of: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """As `_whole_warps`, of the bytes of the lanes: those that synchronise once do so again."""
+    lanes = np.frombuffer(of, np.int64)
     if lanes.size % WARP == 0:
         warps = lanes[::WARP] // WARP
         if (lanes.reshape(-1, WARP) == _lanes_of_warps(warps)).all():
