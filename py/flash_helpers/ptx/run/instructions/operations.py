@@ -204,6 +204,9 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
     needs_ended = machine.instruction().name in warps.WHOLE_WARP
 
     def run_some(selection: Selection) -> None:
+        if warps.are_all_named(machine, members, selection):
+            action.some(selection)
+            return
         needed = everywhere[selection]
         stranger = (needed & machine.lane_bits[selection]) == 0
         missing = needed & ~machine.fellows(selection, members)[selection]

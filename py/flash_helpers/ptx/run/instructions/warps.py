@@ -10,13 +10,18 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.instructions.forms import OPERATIONS, Form
-from flash_helpers.ptx.run.machine import Action, Machine, warp_masks
+from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
 from flash_helpers.ptx.run.memory.regions import ALL, Selection
 
 WHOLE_WARP = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma", "wgmma", "setmaxnreg"})
 """Instructions that need all 32 lanes."""
 
 _FULL = np.array([0xFFFF_FFFF], np.uint32)
+
+
+def are_all_named(machine: Machine, members: np.ndarray, selection: Selection) -> bool:
+    """Whether whole warps are selected, and each lane names all lanes as members."""
+    return machine.counted(selection) is None and bool((pick(members, selection) == _FULL).all())
 
 
 def _everywhere(array: np.ndarray, machine: Machine) -> np.ndarray:
@@ -60,11 +65,10 @@ def _shfl(machine: Machine, instruction: Instruction) -> Action:
     destination, predicate = machine.destinations(target, "b32", "pred")
     value, sources = machine.source(a, "b32"), shuffled_from(machine, instruction)
     members, position = machine.source(member, "u32"), machine.position
-    names_all = members.size == 1 and members[0] == _FULL[0]
 
     def run_some(selection: Selection) -> None:
         index, inside = sources()
-        if not names_all or machine.counted(selection) is not None:
+        if not are_all_named(machine, members, selection):
             taking = machine.fellows(selection, members) & members
             lanes = machine.lanes_of(selection)
             lost = lanes[(taking & machine.lane_bits[index])[lanes] == 0]
