@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typed_command("benchmarks/compilers.py", argv)
     return run_tool(
         lambda: run(arguments, command),
-        *(BuildError, KernelsNotRun, OSError, ValueError),
+        *(KernelsNotRun, OSError, ValueError),
         interrupted="interrupted, nothing was written",
     )
 

@@ -21,7 +21,6 @@ from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.cubins import Cubin, read_cubin
 from flash_helpers.compile.jit import Jit
-from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import (
     add_commit_argument,
     add_lengths_argument,
@@ -235,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typed_command("run_experiments.py", argv)
     return run_tool(
         lambda: run(arguments, command),
-        *(BuildError, KernelsNotRun, OSError, SassError, ValueError),
+        *(KernelsNotRun, OSError, SassError, ValueError),
         interrupted="interrupted, nothing was written",
     )
 

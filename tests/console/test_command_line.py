@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
@@ -154,7 +155,7 @@ class TestRunTool:
         assert run_tool(lambda: len(Path(name).read_text()), OSError) == 2
         assert re.fullmatch(rf"{name}: {reason}.*\n", capsys.readouterr().err)
 
-    @pytest.mark.parametrize("error", [FileNotFoundError, ValueError])
+    @pytest.mark.parametrize("error", [FileNotFoundError, ValueError, BuildError])
     def test_tells_bad_input_in_a_line(self, error, capsys) -> None:
         def work() -> None:
             raise error("v17 is not there")

@@ -22,7 +22,6 @@ from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.codegen import read_config_file
 from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.jit import Jit
-from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
@@ -296,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     told = "interrupted: the measurements are kept, and the same command continues there"
     try:
-        return run_tool(run, BuildError, OSError, ValueError, interrupted=told)
+        return run_tool(run, OSError, ValueError, interrupted=told)
     except WorkerError as error:
         print(f"the sweep cannot be run: {error}", file=sys.stderr)
         return 2

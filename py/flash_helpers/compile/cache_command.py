@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 
 from flash_helpers.compile.cache import FOLDER_VARIABLE, Entry
 from flash_helpers.compile.jit import Jit, default_jit, units_of
-from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import make_parser, not_negative, print_text, run_tool
 from flash_helpers.console.tables import Table, json_text
 from flash_helpers.kernel_configs import config_from_short_form
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--json lists, and --clear removes: give one of them")
     return run_tool(
         lambda: run(arguments.stale, arguments.days, arguments.clear, arguments.json),
-        *(BuildError, OSError, RuntimeError),
+        *(OSError, RuntimeError),
     )
 
 

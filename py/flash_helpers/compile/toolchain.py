@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_helpers.console.errors import UserError
+
 ARCHITECTURES_VARIABLE = "FLASH_ATTENTION_CUDA_ARCHS"
 DEFAULT_ARCHITECTURES = (80, 86, 89, 90)
 LOWEST_ARCHITECTURE = 80  # mma.sync m16n8k16, ldmatrix and cp.async
@@ -38,7 +40,7 @@ _HOW_TO_GET_NVCC = (
 )
 
 
-class BuildError(RuntimeError):
+class BuildError(UserError):
     """The kernels cannot be built; the message says what to do."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flash_helpers.console.errors import UserError
 from flash_helpers.console.files import text_diff, write_if_different
 
 
@@ -150,9 +151,9 @@ def run_tool(
 ) -> int:
     """Run a tool's work and return its exit status: what the work returns, or 0 for None.
 
-    The status is 2 after one of `errors`, which wrong usage or bad input raises, and 130 after
-    Ctrl-C. stderr then has a line with the error or with `interrupted`. Each warning has a line on
-    stderr, too. Raises any other exception of the work.
+    The status is 2 after a UserError or one of `errors`, which wrong usage or bad input raises, and
+    130 after Ctrl-C. stderr then has a line with the error or with `interrupted`. Each warning has
+    a line on stderr, too. Raises any other exception of the work.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see quiet_start
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -160,7 +161,7 @@ def run_tool(
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning  # type: ignore[assignment]
             return work() or 0
-    except errors as error:
+    except (UserError, *errors) as error:
         if isinstance(error, OSError) and error.filename:
             print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         else:

@@ -10,7 +10,6 @@ from pathlib import Path
 from flash_helpers import gpu
 from flash_helpers.compile.cache import Compiled
 from flash_helpers.compile.jit import default_jit, units_of
-from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.console.command_line import (
     add_architecture_argument,
     make_parser,
@@ -130,4 +129,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in export([*configs], arguments.arch, arguments.out):
             print_text(f"{path.with_suffix('')}.cubin, .ptx, .h, .json\n")
 
-    return run_tool(work, BuildError, ValueError, OSError, RuntimeError)
+    return run_tool(work, ValueError, OSError, RuntimeError)
