@@ -1,4 +1,7 @@
-"""CONTRIBUTING's ways to a new step and a new family, walked in copies by the page's own words."""
+"""CONTRIBUTING's ways to a new step and a new family, walked in copies by the page's own words.
+
+Nothing is built: each kernel is compiled when a command first needs it, without nvcc.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from flash_helpers.compile.codegen import kernel_unit
-from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.course.commands import copy_of
 from flash_helpers.course.form import FORMS
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Element
@@ -31,7 +31,11 @@ CLOSINGS = {
 }
 
 
+END = r"(?:## |\*\*\d+\. Measure\*\*, on a GPU)"  # of what is walked in a section
 STEP_PAGE = "docs/17_practice.md"
+KERNEL = "kernels/v17/forward_kernel.cuh"
+NO_NVCC = Path(__file__).parent / "support/no_nvcc"
+"""Folder of an nvcc that fails."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class Walk:
 
 
 def blocks_of(page: str, heading: str) -> list[Block]:
-    """The indented blocks and those in Python of a section, in order."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    """The indented blocks and those in Python of a section, in order, up to those for a GPU."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^{END})", page, re.DOTALL | re.MULTILINE)
     found, file = [], ""
     pattern = r"\]\(([^)]+)\)|```python\n(.*?)```|((?:^    [^\n]+\n)+)"
     for link, python, shell in re.findall(pattern, section, re.DOTALL | re.MULTILINE):
@@ -83,12 +87,14 @@ def insert(root: Path, block: Block) -> None:
     path.write_text(before + entry + closing + after)
 
 
-def run(root: Path, commands: str) -> str:
-    """Output of a block of commands, in the copy, as if that were installed as editable."""
+def run(root: Path, commands: str, status: int = 0) -> str:
+    """Output of a block of commands, in the copy, as if that were installed as editable.
+
+    status: their expected exit status.
+    """
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     environment |= {
-        "PATH": f"{find_toolchain([90], os.environ).nvcc.parent}:{Path(sys.executable).parent}:"
-        f"{os.environ['PATH']}",
+        "PATH": f"{NO_NVCC}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{root / 'py'}:{root}",
         "PYTEST_ADDOPTS": "-n 0",
         "COLUMNS": "100",
@@ -102,7 +108,7 @@ def run(root: Path, commands: str) -> str:
         text=True,
         check=False,
     )
-    assert result.returncode == 0, f"{commands}\n{result.stdout[-3000:]}"
+    assert result.returncode == status, f"{commands}\n{result.stdout[-3000:]}"
     return result.stdout
 
 
@@ -117,38 +123,20 @@ def walked(copy: Path, heading: str) -> Walk:
     return found
 
 
-@contextmanager
-def copy_to_build(root: Path) -> Iterator[Path]:
-    """A copy of the repository; the test is skipped where no toolchain can build it."""
-    try:
-        find_toolchain([90], os.environ)
-    except BuildError as error:
-        pytest.skip(str(error))
-    with copy_of(root) as copy:
-        yield copy
-
-
 @pytest.fixture(scope="module")
 def step_walk(root: Path) -> Iterator[Walk]:
     """The way to a step seventeen of family ampere."""
-    with copy_to_build(root) as copy:
-        for best in (copy / "configs").glob("best_*.json"):
-            best.unlink()  # the build would compile v16 at the configs of sweeps, too
+    with copy_of(root) as copy:
         yield walked(copy, "Add a step")
 
 
 @pytest.fixture(scope="module")
 def step_page(step_walk: Walk) -> Walk:
-    """The step's page, written from the page's skeleton, and the map.
-
-    The skeleton's table of costs is left out: the copy is built for one architecture only.
-    """
+    """The step's page, written from the page's skeleton, and the map."""
     copy = step_walk.copy
     contributing = (copy / "CONTRIBUTING.md").read_text()
     (skeleton,) = re.findall(r"^```markdown\n(.*?)^```$", contributing, re.DOTALL | re.MULTILINE)
-    page, n = re.subn(r"<!-- build:facts 17 -->\n<!-- /build -->\n", "", skeleton)
-    assert n == 1
-    (copy / STEP_PAGE).write_text(page)
+    (copy / STEP_PAGE).write_text(skeleton)
     commands = f"python tools/docs/build_docs.py {STEP_PAGE} docs/map.md --no-commands"
     return Walk(copy, {commands: run(copy, commands)})
 
@@ -156,12 +144,24 @@ def step_page(step_walk: Walk) -> Walk:
 class TestStep:
     """What the commands of a step seventeen do."""
 
-    def test_the_build_holds_the_step_and_its_parent(self, step_walk: Walk) -> None:
-        said = step_walk.of("setup.py build_kernels")
-        assert {name for name in re.findall(r" (v\d+)_", said)} == {"v16", "v17"}
-
     def test_the_debugger_finds_the_copied_kernel_right(self, step_walk: Walk) -> None:
-        assert "all quantities agree within rounding" in step_walk.of("debug.py --ptx")
+        for ptx in ("debug.py 17", "debug.py --ptx"):
+            assert "all quantities agree within rounding" in step_walk.of(ptx)
+
+    def test_an_edit_of_the_kernel_counts_at_the_next_call(self, step_walk: Walk) -> None:
+        path = step_walk.copy / KERNEL
+        text = path.read_text()
+        (command,) = (command for command in step_walk.said if "debug.py 17" in command)
+        try:
+            path.write_text(
+                text.replace("S[1] = exp2_approx(fmaf(S[1]", "S[1] = exp2_approx(fmaf(S[0]")
+            )
+            assert "first difference: l" in run(step_walk.copy, command, status=1)
+            path.write_text(text + "oh no;\n")
+            said = run(step_walk.copy, command, status=2)
+            assert f"{KERNEL}({len(text.splitlines()) + 1}): error" in said
+        finally:
+            path.write_text(text)
 
     def test_the_new_kernels_pass_the_sanity_check(self, step_walk: Walk) -> None:
         said = step_walk.of("sanity_check.py")
@@ -208,40 +208,31 @@ class TestStep:
         assert "(17_practice.md) | logbook | the same once more |" in row and "%" not in row
 
 
-def test_the_page_tells_which_changes_need_the_whole_library(root: Path) -> None:
+def test_nothing_on_the_page_is_built_except_the_library(root: Path) -> None:
     page = (root / "CONTRIBUTING.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE))
-    whole = [change for change, build in rows.items() if build.startswith("all steps")]
-    assert len(whole) == 2 and "`src/include`" in whole[0] and "the gate" in whole[1]
-    (step,) = re.findall(r"^## Add a step\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
-    assert "build all steps: `python setup.py build_kernels` without the two variables" in step
+    (change,) = (change for change, counts in rows.items() if "build_kernels" in counts)
+    assert "C ABI" in change
+    assert page.count("build_kernels") == 1 and "mine.json" not in page
 
 
-def test_the_command_for_ptx_compiles_a_step_of_hopper(root: Path, tmp_path: Path) -> None:
-    """The page's own words, with another unit."""
-    try:
-        find_toolchain([90], os.environ)
-    except BuildError as error:
-        pytest.skip(str(error))
+def test_the_exported_ptx_of_a_step_of_hopper_runs_too(root: Path, tmp_path: Path) -> None:
+    """The page's own words, with another config."""
     (block,) = (
         block.text
         for block in blocks_of((root / "CONTRIBUTING.md").read_text(), "Add a step")
-        if "nvcc -ptx" in block.text
+        if "flash_attention export" in block.text
     )
     config = FAMILIES["hopper"].fixed_config(STEPS["h30"], Element.BF16)
-    unit, ptx = tmp_path / "unit.cu", tmp_path / "kernel.ptx"
-    unit.write_text(kernel_unit(config), encoding="utf-8")
-    commands = re.sub(r"\S+\.cu\b", str(unit), block[block.index("nvcc -ptx") :])
-    commands = commands.replace("kernel.ptx", str(ptx)).rstrip() + f" --out {tmp_path}\n"
+    commands = re.sub(r"v17_\w+", config.short_form(), block).replace("--arch 90", "--arch 90a")
+    commands = commands.replace("exported", str(tmp_path)).rstrip() + f" --out {tmp_path}\n"
     assert "all quantities agree within rounding" in run(root, commands)
-    assert ".target sm_90a" in ptx.read_text(encoding="utf-8")
-    assembled = run(root, f"ptxas -arch=sm_90a -o {tmp_path / 'kernel.cubin'} {ptx}")
-    assert "error" not in assembled and (tmp_path / "kernel.cubin").is_file()
+    assert ".target sm_90a" in (tmp_path / f"{config.short_form()}.ptx").read_text()
 
 
 def files_of(root: Path) -> dict[str, bytes]:
     """Return the contents of the files that a commit may hold, by path."""
-    built = {"flash_attention", "build", "debug"}
+    built = {"flash_attention", "debug"}
     paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     return {
         str(path): (root / path).read_bytes()
@@ -261,7 +252,7 @@ class FamilyWalk:
 @pytest.fixture(scope="module")
 def family(root: Path) -> Iterator[FamilyWalk]:
     """The way to family practice."""
-    with copy_to_build(root) as copy:
+    with copy_of(root) as copy:
         before = files_of(copy)
         walk = walked(copy, "Add a family")
         after = files_of(copy)
@@ -278,8 +269,6 @@ WRITTEN_BY_HAND = {
 GENERATED = {
     "docs/glossary.md",
     "docs/using.md",
-    "src/include/flash_kernels.cuh",
-    "src/include/practice_kernels.cuh",
 }
 
 
@@ -289,17 +278,13 @@ class TestFamily:
     def test_is_made_by_the_files_of_the_page_alone(self, family: FamilyWalk) -> None:
         assert family.changed == WRITTEN_BY_HAND | GENERATED
 
-    def test_is_built_beside_its_parent(self, family: FamilyWalk) -> None:
-        built = re.findall(r"\] (\w+)_(\w+)_w8", family.walk.of("setup.py build_kernels"))
-        assert {*built} == {(step, x) for step in ("s1", "z1") for x in ("fp16", "bf16", "fp32")}
-
-    def test_is_in_a_map_of_its_own(self, family: FamilyWalk) -> None:
-        include = family.walk.copy / "src/include"
-        assert "z1_fp32_w8_kernel()" in (include / "practice_kernels.cuh").read_text()
-        every = (include / "flash_kernels.cuh").read_text()
-        assert '#include "practice_kernels.cuh"' in every and "take(practice_kernels);" in every
+    def test_has_the_fields_of_its_struct_and_no_map_in_the_library(
+        self, family: FamilyWalk
+    ) -> None:
         structs = (family.walk.copy / "kernels/practice/arguments.cuh").read_text()
         assert "    int practice; // the step\n    DType dtype;" in structs
+        said = family.walk.of("generate_kernel_instantiations.py")
+        assert "practice_kernels.cuh" not in said
 
     def test_passes_the_sanity_check_in_all_dtypes(self, family: FamilyWalk) -> None:
         said = family.walk.of("sanity_check.py")

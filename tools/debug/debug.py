@@ -71,8 +71,7 @@ examples:
   small integers as inputs, and the values of warp 1 in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt
-  a kernel under development, compiled by hand with nvcc -ptx -lineinfo; the config is that of the
-  file's kernel:
+  PTX that was edited by hand, or made by nvcc -ptx -lineinfo; the config is that of its kernel:
     python tools/debug/debug.py --ptx my_kernel.ptx
 
 exit status: 0 all quantities agree within rounding, 1 a quantity differs or the watcher found a
