@@ -70,7 +70,7 @@ examples:
     python tools/analysis/profile_kernel.py 15 16 --seq 128 --heads 16 --by-opcode
   the cost of a causal kernel's mask, and the savings by skipped blocks:
     python tools/analysis/profile_kernel.py h24 h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal --causal
-  two tile shapes of step 7, for a spreadsheet (`python -m flash_attention` lists what is built):
+  two tile shapes of step 7, for a spreadsheet (`python -m flash_attention` lists kernels):
     python tools/analysis/profile_kernel.py v7_bf16_... v7_bf16_... --csv > tiles.csv
 
 exit status: 0 counted, 1 a kernel is at fault, 2 wrong usage, 130 interrupted

@@ -91,9 +91,8 @@ examples:
     python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:
     python tools/benchmark/autotune.py --configs few.json
-  then build the winners, and check them:
-    python tools/build/generate_kernel_instantiations.py
-    pip install . && python tools/debug/sanity_check.py --small --kernel 16
+  then check the winners, which are listed from now on:
+    python tools/debug/sanity_check.py --small --kernel 16
 
 exit status: 0 every step has a winner, 1 a step has none, 2 wrong usage or nothing was run,
 130 interrupted

@@ -82,7 +82,7 @@ Softmax along rows: GB/s count each input read once and each output written once
 
 EXAMPLES = """\
 examples:
-  every kernel that is built, in bf16, and the data for the README's table:
+  every listed kernel, in bf16, and the data for the README's table:
     python tools/benchmark/pt_bench.py --json benchmarks/results/h100.json
   the first three steps at two lengths:
     python tools/benchmark/pt_bench.py --kernel 1..3 --seq 1024 4096

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Write the files that are generated from the registry: the maps from config to kernel, the fields
-of the configs' C++ structs, and the list of configs that are built only in this checkout."""
+of the configs' C++ structs, and the list of configs of this checkout alone."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ examples:
     python {GENERATOR}
   are the committed files up to date? (exit 1 and a diff if not)
     python {GENERATOR} --check
-  build further configs in this checkout, from a JSON list of short forms or of config fields:
+  list further configs in this checkout, from a JSON list of short forms or of config fields, for
+  the tools that take all listed kernels:
     python {GENERATOR} --configs mine.json
-  stop building them:
+  list them no more:
     rm {LOCAL_CONFIGS}
 
 exit status: 0 done, 1 --check found something stale, 2 wrong usage or bad input
@@ -57,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=[],
         metavar="FILE",
-        help="JSON files of configs to build besides those of the registry and of "
+        help="JSON files of configs to list besides those of the registry and of "
         f"{CONFIG_FOLDER}/{BEST_PATTERN}; they are kept in {LOCAL_CONFIGS}, which git ignores",
     )
     parser.add_argument(
@@ -75,7 +76,7 @@ def add_local(root: Path, files: Iterable[Path]) -> None:
     known = read_config_file(local) if local.is_file() else []
     added = [config for path in files for config in read_config_file(path)]
     write_if_different(local, local_configs_text([*known, *added]))
-    print(f"{LOCAL_CONFIGS}: {len({*known, *added})} configs; pip install . builds them")
+    print(f"{LOCAL_CONFIGS}: {len({*known, *added})} configs, which are listed from now on")
 
 
 def generate(arguments: argparse.Namespace) -> int:

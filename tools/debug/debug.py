@@ -113,7 +113,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu, the simulator)"
     )
     parser.add_argument(
-        "--ptx", type=Path, metavar="FILE", help="simulate this PTX instead of the library's"
+        "--ptx", type=Path, metavar="FILE", help="simulate this PTX instead of the config's own"
     )
     parser.add_argument(
         "--all-faults", action="store_true", help="print every fault, not only the first"

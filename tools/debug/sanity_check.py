@@ -50,7 +50,7 @@ examples:
     python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
   where is step 2 wrong? Errors by row and the first wrong element:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
-  every kernel that is built, three heads, for a script:
+  every listed kernel, three heads, for a script:
     python tools/debug/sanity_check.py --small --heads 3 --kernel all --json > sanity.json
   every step that takes a causal mask, grouped heads and an odd length:
     python tools/debug/sanity_check.py --small --causal --heads 4 --kv-heads 2 --seq 77

@@ -133,9 +133,9 @@ def report_stale(built: Sequence[BuiltPage]) -> bool:
     ]
     if compilers[1] - compilers[0] and compilers[0]:
         print(
-            f"the pages have figures of {', '.join(sorted(compilers[0]))}, and the library was "
-            f"compiled by {', '.join(sorted(compilers[1]))}: build the library with the compiler "
-            "of the pages, or build the pages again"
+            f"the pages have figures of {', '.join(sorted(compilers[0]))}, and the kernels were "
+            f"compiled by {', '.join(sorted(compilers[1]))}: install the compiler of the pages, "
+            "or build the pages again"
         )
     return bool(stale)
 

@@ -168,7 +168,7 @@ def compare_with_reference(
     """Run a config's own kernel on a problem in its dtype, and compare it with the reference.
 
     device: "cpu" simulates `ptx` and reads its registers; "cuda" runs the library's kernel.
-    ptx: a text or a file; by default the library's PTX.
+    ptx: a text or a file; by default the config's own.
     gpu: target of simulated launches; by default the largest GPU that the family is compiled for.
 
     Raises KernelsNotRun without a GPU; OSError, PtxError; ValueError, with the way out, for a

@@ -218,13 +218,16 @@ def read_figures(
     compilers = {replace(kernel.compiler, options="") for _, kernel in every}
     if len(compilers) != 1:
         names = ", ".join(sorted(map(str, compilers)))
-        raise SassError(f"several compilers made the kernels ({names}): build the library anew")
+        raise SassError(
+            f"several compilers made the kernels ({names}): name those of one by --kernel, or "
+            "build the library with the compiler's release that `python -m flash_attention` names"
+        )
     return compilers.pop(), [figures_of(kernel, config) for config, kernel in every]
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Architectures and steps that a library was built with, according to its figures."""
+    """Architectures and steps of kernels, according to their figures."""
 
     architectures: frozenset[str]
     steps: frozenset[str]

@@ -172,7 +172,7 @@ def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
 
 
 def fixed_configs(operation: Operation, dtype: str) -> list[Config]:
-    """Return every step of an operation at its fixed config, in order, whether it is built or not.
+    """Return every step of an operation at its fixed config, in order, whether it is listed or not.
 
     `dtype`: short name; families that do not have it are left out.
     """
@@ -185,7 +185,7 @@ def fixed_configs(operation: Operation, dtype: str) -> list[Config]:
 
 
 def progression() -> list[Config]:
-    """Return every step of every family at its fixed config, in each dtype that it is built in, in
+    """Return every step of every family at its fixed config, in each dtype that it is listed in, in
     order."""
     return [config for family in FAMILIES.values() for config in family.progression()]
 

@@ -86,9 +86,9 @@ class Family(Generic[C]):
     that sets nothing. `targets`: architectures that the kernels are compiled for, such as "80" or
     "90a", each with machine code. `kernels`: argument struct of each kernel of a config, by the
     name of the C++ function, in the order of their first launch. `header`: the file that defines
-    the C++ struct of the config class. `dtypes`: element types that steps are built in.
+    the C++ struct of the config class. `dtypes`: element types that steps are made for.
     `computing`: traits with which a step computes other numbers than the step before it, so that
-    fp16 is worth a kernel of its own. With None every step is built in every dtype. `closed`: no
+    fp16 is worth a kernel of its own. With None every step is listed in every dtype. `closed`: no
     step will be added. `simulated_budget`: warp instructions of its kernels that one run of the
     tests may simulate; none for a family that no test simulates. `matrix_budget`: the same for a
     run of the tests with marker `matrix`. `in_library`: the library holds the fixed configs and
@@ -160,7 +160,7 @@ class Family(Generic[C]):
         return self.config(step.number, dtype, **step.options)
 
     def dtypes_of(self, step: Step) -> tuple[Element, ...]:
-        """Return the dtypes that a step is built in. All dtypes, if it is the first or the last of
+        """Return the dtypes that a step is listed in. All dtypes, if it is the first or the last of
         the family, or computes other numbers than the step before it; else all but fp16."""
         if self.computing is None or step.number in (1, len(self.steps)):
             return self.dtypes
@@ -170,7 +170,7 @@ class Family(Generic[C]):
         return tuple(dtype for dtype in self.dtypes if dtype is not Element.FP16)
 
     def progression(self) -> list[C]:
-        """Return every step at its fixed config, in each dtype that it is built in, in order."""
+        """Return every step at its fixed config, in each dtype that it is listed in, in order."""
         return [
             self.fixed_config(step, dtype)
             for step in self.steps.values()

@@ -412,7 +412,7 @@ def _file(number: int) -> str:
     return f"kernels/hopper/h{number}.cuh"
 
 
-# The tile for long sequences, of three warpgroups, and the steps that the library holds it of: the
+# The tile for long sequences, of three warpgroups, and the steps that are listed with it: the
 # one that makes room for it, and that which lets it be causal.
 LONG_TILE: Mapping[str, Any] = MappingProxyType({"B_r": 192, "B_c": 80, "K_slots": 3, "V_slots": 3})
 _LONG_TILE_AT = ("h13", "h24")

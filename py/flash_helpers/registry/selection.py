@@ -57,7 +57,7 @@ def add_kernel_arguments(
         action="extend",
         default=[],
         metavar="KERNEL",
-        help=f"{KERNEL_NAMES}; of a step every built config is meant, and several may be given "
+        help=f"{KERNEL_NAMES}; of a step every listed config is meant, and several may be given "
         f"(default: {default})",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default=dtype, help=f"(default: {dtype})")

@@ -100,7 +100,7 @@ def _at_sizes(
 ) -> Iterator[BestAtSize]:
     """Speeds at all sizes of the configs that are the fastest at one of them. A config counts only
     if it is faster there than the winner of the mean by more than AT_LENGTH_GAIN, so that no kernel
-    is built for a gain within the noise."""
+    is kept for a gain within the noise."""
     names = {config.short_form() for config in configs}
     speeds: dict[int, dict[str, float]] = {}
     for m in measurements:

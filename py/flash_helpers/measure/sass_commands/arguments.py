@@ -20,7 +20,7 @@ from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 
 DEFAULT_ARCHITECTURE = (
-    f"default: {ARCHITECTURE}, as in the committed measurements, or else the latest that is built; "
+    f"default: {ARCHITECTURE}, as in the committed measurements, or else the latest that there is; "
     "for a FILE its only architecture"
 )
 

@@ -81,7 +81,7 @@ examples:
     python tools/analysis/compare_kernels.py 8 9 --sass --source
   one kernel on two architectures:
     python tools/analysis/compare_kernels.py 16 --arch sm_80 --arch sm_90 --sass
-  the large tile shape, where it is built:
+  the large tile shape:
     python tools/analysis/compare_kernels.py 7 16 --config B_r=128
   CUDA, PTX and SASS of all steps, linked, in one page that needs no network:
     python tools/analysis/compare_kernels.py 1..16 --html kernels.html
