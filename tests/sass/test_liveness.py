@@ -13,10 +13,12 @@ from flash_helpers.measure import live_registers
 from flash_helpers.measure.live_registers import (
     LiveComparison,
     LiveRecord,
-    compare_library,
+    compare_kernels,
     compared,
     listed,
 )
+from flash_helpers.measure.machine_code import own_chosen
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.registry.rows import SOFTMAX
@@ -24,11 +26,12 @@ from flash_helpers.runtime import library
 from flash_helpers.sass.read.disassembler import find_disassemblers
 from flash_helpers.sass.read.liveness import live_registers as found_live
 from flash_helpers.sass.read.liveness import why_unknown
-from flash_helpers.sass.read.reader import load_kernels
+from flash_helpers.sass.read.reader import chosen_kernels, load_kernels
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Kernel, LiveRegisters
 
 pytestmark = pytest.mark.slow
 
+TARGETS = ("sm_90", "sm_90a")
 OWN = [family.progression()[1] for family in (OVERLAP, HOPPER, SOFTMAX)]
 
 
@@ -58,6 +61,16 @@ def test_of_own_kernels_are_those_of_nvdisasm(config: Config) -> None:
     assert check(library.code_paths([config], "sm_90")[config.short_form()]) > 50
 
 
+def test_kernels_of_the_library_and_others_are_compared_for_their_own_architecture() -> None:
+    configs = [AMPERE.progression()[1], OWN[0], OWN[1]]
+    chosen = {name: own_chosen(name, configs if name == "sm_90" else OWN[1:2]) for name in TARGETS}
+    found = compare_kernels(chosen, "")
+    assert [(x.architecture, x.kernels) for x in found.architectures] == [
+        ("sm_90", 2),
+        ("sm_90a", 1),
+    ]
+
+
 def test_a_column_that_nvdisasm_leaves_out_is_zero() -> None:
     listing = """
         .section        .text.one,"ax",@progbits
@@ -71,9 +84,10 @@ def test_a_column_that_nvdisasm_leaves_out_is_zero() -> None:
     ]
 
 
-def test_a_library_is_compared_and_the_differences_are_counted(monkeypatch, planted) -> None:
+def test_kernels_are_compared_and_the_differences_are_counted(monkeypatch, planted) -> None:
     path = planted / "unrolled.sm_90.cubin"
-    found = compare_library(path, ["sm_90"], "0123456789")
+    chosen = {"sm_90": chosen_kernels(path, "sm_90", (), member="")}
+    found = compare_kernels(chosen, "0123456789")
     (record,) = found.architectures
     assert (record.architecture, record.kernels) == ("sm_90", 1)
     assert record.equal == record.instructions > 50
@@ -86,7 +100,7 @@ def test_a_library_is_compared_and_the_differences_are_counted(monkeypatch, plan
         (own.symbol, 16, own.instructions[1].live),
     ]
     monkeypatch.setattr(live_registers, "listed", lambda text: wrong)
-    (record,) = compare_library(path, ["sm_90"], "").architectures
+    (record,) = compare_kernels(chosen, "").architectures
     assert record == LiveRecord("sm_90", 1, 2, 1)
 
 

@@ -18,16 +18,16 @@ from flash_helpers.console.command_line import (
     run_tool,
 )
 from flash_helpers.console.progress import bar
-from flash_helpers.measure.live_registers import RESULTS, compare_library
+from flash_helpers.measure.live_registers import RESULTS, compare_kernels
 from flash_helpers.measure.machine import git_commit
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.measure.machine_code import listed_configs, own_chosen
 from flash_helpers.sass.read.records import SassError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Compare the number of live registers at each instruction of the library's kernels, as the tools find
-it by data flow, with the number that nvdisasm prints. The tool needs nvdisasm of CUDA 13: pip
+Compare the number of live registers at each instruction of the listed kernels, as the tools find it
+by data flow, with the number that nvdisasm prints. The tool needs nvdisasm of CUDA 13: pip
 install nvidia-cuda-nvdisasm
 """
 
@@ -38,14 +38,13 @@ examples:
   those for sm_80, written elsewhere:
     python tools/analysis/check_live_registers.py --arch sm_80 --json live_registers.json
 
-exit status: 0 compared, 2 wrong usage or a library that cannot be read, 130 interrupted
+exit status: 0 compared, 2 wrong usage or a kernel that does not compile, 130 interrupted
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print and write; returns the exit status."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("--library", type=Path, metavar="FILE", help="(default: installed)")
     add_architecture_argument(
         parser, "(default: sm_90 sm_90a)", nargs="+", default=["sm_90", "sm_90a"]
     )
@@ -60,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def run() -> None:
-        found = compare_library(
-            arguments.library or installed_library(),
-            arguments.arch,
+        found = compare_kernels(
+            {name: own_chosen(name, listed_configs(name)) for name in arguments.arch},
             arguments.commit or git_commit(ROOT),
             lambda cubins: bar(cubins, desc="compare", unit="cubin"),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,7 +14,7 @@ from flash_helpers.console.tables import Table
 from flash_helpers.measure.results import RecordFile
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import find_disassemblers, run_program, version_text
-from flash_helpers.sass.read.reader import chosen_kernels, load_kernels
+from flash_helpers.sass.read.reader import Chosen, load_kernels
 from flash_helpers.sass.read.records import Kernel, LiveRegisters
 
 RESULTS = Path("benchmarks/results/live_registers.json")
@@ -65,7 +65,7 @@ class LiveRecord:
 
 @dataclass(frozen=True)
 class LiveComparison(RecordFile):
-    """The comparison for the kernels of the library, by the versions of both programs."""
+    """The comparison for all listed kernels, by the versions of both programs."""
 
     FORMAT: ClassVar[int] = 1
     HOLDS: ClassVar[str] = "numbers of equal live registers"
@@ -97,21 +97,21 @@ class LiveComparison(RecordFile):
         )
 
 
-def compare_library(
-    library: Path,
-    architectures: Sequence[str],
-    commit: str,
-    watched: Watched = lambda cubins: cubins,
+def compare_kernels(
+    chosen: Mapping[str, Chosen], commit: str, watched: Watched = lambda cubins: cubins
 ) -> LiveComparison:
-    """Compare all kernels of a library for some architectures. `watched`: passes the cubins on, and
-    shows how far it is. Raises SassError."""
+    """Compare kernels for some architectures. `chosen`: kernels by architecture, of which those for
+    another one are left out. `watched`: passes the cubins on, and shows how far it is.
+
+    Raises SassError.
+    """
     nvdisasm = find_disassemblers("nvdisasm")[0]
     cubins: dict[str, tuple[Member, str]] = {}
-    for architecture in architectures:
-        for member, found in chosen_kernels(library, architecture, (), ""):
+    for architecture, kernels in chosen.items():
+        for member, found in kernels:
             if found.architecture == architecture:
-                cubins[member.name] = member, architecture
-    symbols: dict[str, set[str]] = {name: set() for name in architectures}
+                cubins[member.origin] = member, architecture
+    symbols: dict[str, set[str]] = {name: set() for name in chosen}
     counted, equal = Counter[str](), Counter[str]()
     compilers = set()
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,6 @@ def compare_library(
         ptxas=", ".join(sorted(compilers)),
         nvdisasm=version_text(nvdisasm.version),
         architectures=tuple(
-            LiveRecord(name, len(symbols[name]), counted[name], equal[name])
-            for name in architectures
+            LiveRecord(name, len(symbols[name]), counted[name], equal[name]) for name in chosen
         ),
     )

@@ -29,6 +29,7 @@ from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_cou
 from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.lines import Chain, relative_to_repository
 from flash_helpers.sass.read.reader import (
+    Chosen,
     chosen_kernels,
     load_kernel,
     read_chosen,
@@ -86,21 +87,27 @@ def own_kernels(
     that are not made for the architecture.
     """
     wanted = sorted(listed_configs(architecture) if configs is None else set(configs))
+    chosen = own_chosen(architecture, wanted)
+    kernels = read_chosen(chosen, sources=own_paths, progress=progress)
+    found = {find_config(kernel.symbol): kernel for kernel in kernels}
+    return {config: found[config] for config in wanted}
+
+
+def own_chosen(architecture: str, configs: Iterable[Config]) -> Chosen:
+    """Kernels of configs for an architecture, each with the cubin that holds it, without
+    disassembling. The errors are those of `own_kernels`."""
     try:
-        paths = library.code_paths(wanted, architecture)
+        paths = library.code_paths(configs, architecture)
     except (RuntimeError, ValueError) as error:
         raise SassError(str(error)) from error
     names: dict[Path, list[str]] = {}
     for name, path in paths.items():
         names.setdefault(path, []).append(name)
-    chosen = [
+    return [
         kernel
         for path, own in names.items()
         for kernel in chosen_kernels(path, architecture, own, member="")
     ]
-    kernels = read_chosen(chosen, sources=own_paths, progress=progress)
-    found = {find_config(kernel.symbol): kernel for kernel in kernels}
-    return {config: found[config] for config in wanted}
 
 
 def own_paths(symbol: str, sources: Sequence[Chain]) -> Sequence[Chain]:
