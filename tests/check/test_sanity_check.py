@@ -183,14 +183,6 @@ def test_the_report_says_which_config_really_ran() -> None:
     ]
 
 
-def test_kernels_of_the_progression_that_are_not_built_are_named() -> None:
-    full = fake_backend()
-    backend = Backend(full.device, full.description, full.execute, (of_version(1), of_version(2)))
-    report = report_on(backend)
-    assert len(report.checks) == 2
-    assert f"{of_version(3).short_form()} is not built" in report.notes()
-
-
 def test_a_tile_that_does_not_divide_the_length_is_skipped_where_another_of_its_step_does() -> None:
     backend = fake_backend()
     report = report_on(backend, "h13")

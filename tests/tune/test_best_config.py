@@ -1,4 +1,4 @@
-"""Which config best_config() picks: the fastest known for a GPU, never one that was not built."""
+"""Which config best_config() picks: the fastest known for a GPU, never one that is not listed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ class SanityRequest:
 
     configs: tuple[Config, ...]
     skipped: tuple[str, ...]
-    not_built: tuple[Config, ...]
     problems: Mapping[str, Problem]
     distribution: str
     seed: int
@@ -123,11 +122,11 @@ def make_request(
     seed: int = 0,
     diff: bool = False,
 ) -> SanityRequest:
-    """Choose the configs to check: by default, the built configs of the progression and their
+    """Choose the configs to check: by default, the configs of the progression and their
     causal variants, as far as they take the problem.
 
-    problems: by operation. Raises UsageError if a selector names no built config, if no config of a
-    chosen step takes the problem, and if no config at all does.
+    problems: by operation. Raises UsageError if a selector names no listed config, if no config of
+    a chosen step takes the problem, and if no config at all does.
     """
     progression = get_kernel_progression_configs()
     chosen = select_kernels(backend.kernels, selectors, dtypes, default=_with_masks(progression))
@@ -141,11 +140,9 @@ def make_request(
     configs = [c for c in chosen if not refusals[c] or c.step not in may_be_left_out]
     for config in configs:
         require_supported([config], _own_problem(config, problems))
-    missing = [c for c in progression if c.dtype in dtypes and c not in backend.kernels]
     return SanityRequest(
         configs=tuple(configs),
         skipped=tuple(refusals[c] for c in chosen if c not in configs),
-        not_built=() if selectors else tuple(missing),
         problems={c.family.operation.name: problems[c.family.operation.name] for c in configs},
         distribution=distribution,
         seed=seed,
@@ -319,7 +316,6 @@ class SanityReport:
         notes += [f"skipped: {reason}" for reason in request.skipped[:SKIPPED_TOLD]]
         if more := request.skipped[SKIPPED_TOLD:]:
             notes.append(f"skipped: {len(more)} more, which --json names")
-        notes += [f"{config.short_form()} is not built" for config in request.not_built]
         notes += [
             f"{check.config.short_form()} failed: {check.reason}"
             for check in self.checks
@@ -361,7 +357,6 @@ class SanityReport:
             "passed": self.n_passed,
             "failed": self.n_failed,
             "skipped": list(request.skipped),
-            "not_built": [config.short_form() for config in request.not_built],
             "checks": [
                 {
                     "step": check.config.step.id,
