@@ -4,8 +4,10 @@
 #pragma once
 
 #include "ampere_kernels.cuh"
+#include "overlap_kernels.cuh"
 
 template <typename Take>
 void for_each_map(Take take) {
     take(ampere_kernels);
+    take(overlap_kernels);
 }

@@ -35,7 +35,7 @@ from flash_helpers.measure.code import (
 from flash_helpers.measure.results import SUSTAINED, BenchmarkResults
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.hopper import HOPPER
-from flash_helpers.registry.overlap import OVERLAP
+from flash_helpers.registry.rows import SOFTMAX
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.elf import read_sections
@@ -71,8 +71,8 @@ def test_a_digest_is_of_the_sections_alone_in_the_order_of_their_symbols() -> No
 
 
 def test_each_config_has_a_digest_of_the_library_or_of_what_is_compiled_now(package: Path) -> None:
-    o1, h1 = OVERLAP.progression()[-1], HOPPER.progression()[0]
-    found = codes_of([V1, o1, h1], "9.0")
+    s1, h1 = SOFTMAX.progression()[0], HOPPER.progression()[0]
+    found = codes_of([V1, s1, h1], "9.0")
     sections = [
         section
         for member in cubins_of(package / "libflash_attention.so", 90)
@@ -80,8 +80,8 @@ def test_each_config_has_a_digest_of_the_library_or_of_what_is_compiled_now(pack
         if section.name.startswith(".text.") and V1.short_form() in section.name
     ]
     assert [hashlib.sha256(s.data).hexdigest()[:16] for s in sections] == [found[V1]]
-    paths = library.code_paths([o1, h1], "sm_90")
-    for config in (o1, h1):
+    paths = library.code_paths([s1, h1], "sm_90")
+    for config in (s1, h1):
         assert cubin_code(paths[config.short_form()]) == found[config]
     other = codes_of([V1, h1], "8.0")
     assert {*other} == {V1}  # those of Hopper alone are not there for other GPUs

@@ -39,6 +39,7 @@ from flash_helpers.compile.ptxas import (
     performance_losses,
 )
 from flash_helpers.compile.toolchain import (
+    LIBRARY_ARCHITECTURES,
     BuildError,
     Toolchain,
     find_ninja,
@@ -351,7 +352,7 @@ def build_package(
 
     Raises BuildError, OSError and ValueError.
     """
-    architectures = requested_architectures(environ)
+    architectures = requested_architectures(environ, LIBRARY_ARCHITECTURES)
     LibraryBuild(
         root=root,
         toolchain=find_toolchain(architectures, environ),

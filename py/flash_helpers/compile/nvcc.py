@@ -36,7 +36,7 @@ def _run(command: Sequence[str | Path], folder: Path, unit: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile one unit as the command line says; print the log, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m flash_helpers.compile.nvcc",
+        prog="flash_helpers.compile.nvcc",
         description="Compile a unit with the working directory as the root of its sources.",
     )
     parser.add_argument("nvcc", type=Path)

@@ -192,7 +192,7 @@ def compile_unit(library: Path, unit: Path, root: Path, flags: Sequence[str]) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile one unit as the command line says; print the log, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m flash_helpers.compile.nvrtc",
+        prog="flash_helpers.compile.nvrtc",
         description="Compile a unit with the working directory as the root of its sources.",
     )
     parser.add_argument("library", type=Path, help="libnvrtc.so")
@@ -200,6 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("scratch", type=Path, help="folder for kernel.ptx and kernel.cubin")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="options of NVRTC")
     asked = parser.parse_args(arguments)
+    # What NVRTC takes from a cache of its own comes without the messages of ptxas
+    # (github.com/NVIDIA/cuda-python/issues/1124), in which losses show; and it is cached by us.
+    os.environ["CUDA_CACHE_DISABLE"] = "1"
     try:
         output = compile_unit(asked.library, asked.unit, Path.cwd(), asked.flags)
         if output.ptx:

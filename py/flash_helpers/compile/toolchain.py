@@ -20,6 +20,7 @@ from flash_helpers.console.errors import UserError
 
 ARCHITECTURES_VARIABLE = "FLASH_ATTENTION_CUDA_ARCHS"
 DEFAULT_ARCHITECTURES = (80, 86, 89, 90)
+LIBRARY_ARCHITECTURES = (80, 90)  # for others its kernels are compiled at first use
 LOWEST_ARCHITECTURE = 80  # mma.sync m16n8k16, ldmatrix and cp.async
 
 LOWEST_CUDA = (12, 4)
@@ -90,10 +91,12 @@ def parse_architectures(text: str) -> tuple[int, ...]:
     return tuple(sorted(architectures))
 
 
-def requested_architectures(environ: Mapping[str, str]) -> tuple[int, ...]:
+def requested_architectures(
+    environ: Mapping[str, str], default: tuple[int, ...] = DEFAULT_ARCHITECTURES
+) -> tuple[int, ...]:
     """The architectures asked for in the environment, or the default ones. Raises BuildError."""
     text = environ.get(ARCHITECTURES_VARIABLE, "")
-    return parse_architectures(text) if text.strip() else DEFAULT_ARCHITECTURES
+    return parse_architectures(text) if text.strip() else default
 
 
 def _joined(architectures: tuple[int, ...]) -> str:

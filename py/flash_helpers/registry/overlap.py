@@ -140,6 +140,7 @@ OVERLAP = Family(
     computing=frozenset({LAZY_RESCALE, MMA_ROW_SUM}),
     successor=successor,
     # A test whose cache two workers fill counts twice.
+    in_library=True,
     simulated_budget=11_000_000,
     matrix_budget=10_000_000,
 )
