@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
 Build the pages of docs/ as a static site with a menu and a search. Each step has the CUDA, PTX and
-SASS of the installed library, linked line by line. The site needs neither a server nor a network.
+SASS of its kernel, linked line by line. The site needs neither a server nor a network.
 """
 
 EXAMPLES = """\
