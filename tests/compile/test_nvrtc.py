@@ -122,9 +122,10 @@ class TestFiles:
         assert ".debug_info" in debug.ptx and ".debug_info" not in outcome.ptx
         assert debug.ptx.count("mov.") > outcome.ptx.count("mov.")
 
-    def test_the_log_is_the_same_again(self, outcome, compiler, tmp_path) -> None:
+    def test_the_log_says_the_same_again(self, outcome, compiler, tmp_path) -> None:
         """NVRTC's own cache, which it has on a machine with a GPU, would leave ptxas's out."""
-        assert compiled(tmp_path, compiler, "sm_90a").log == outcome.log
+        again = compiled(tmp_path, compiler, "sm_90a")
+        assert parse_ptxas_log(again.log) == parse_ptxas_log(outcome.log) != []
 
     def test_the_log_has_the_registers_and_spills(self, outcome) -> None:
         (report,) = parse_ptxas_log(outcome.log)
