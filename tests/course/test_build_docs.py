@@ -136,7 +136,7 @@ def test_a_stale_page_of_another_compiler_says_so(book: Book, capsys) -> None:
     path.write_text(re.sub(r"ptxas [\d.]+\d", "ptxas 1.2.3", path.read_text()))
     capsys.readouterr()
     assert book.run("--check", "docs/page.md") == 1
-    assert "the pages have figures of ptxas 1.2.3, and the library was compiled by" in (
+    assert "the pages have figures of ptxas 1.2.3, and the kernels were compiled by" in (
         capsys.readouterr().out
     )
 

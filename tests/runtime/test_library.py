@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER, NEXT_TILE
-from flash_helpers.runtime import library
+from flash_helpers.runtime import call, library
 
 NO_SUCH_DEVICE = 9999
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,6 +342,19 @@ class TestResolve:
     def test_resources_need_a_cuda_device(self, device):
         with pytest.raises(ValueError, match=f"device {device} is not a CUDA device"):
             flash_attention.resources(BUILT[0], device)
+
+
+class TestUnmeasured:
+    @pytest.mark.parametrize("capability", [(10, 0), (12, 1)])
+    def test_is_told_once(self, capability):
+        call._warn_of_unmeasured.cache_clear()
+        with pytest.warns(RuntimeWarning, match="on which no kernel was ever checked or measured"):
+            call._warn_of_unmeasured("a GPU", capability)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call._warn_of_unmeasured("a GPU", capability)
+            for known in ((8, 0), (8, 9), (9, 0)):
+                call._warn_of_unmeasured("a GPU", known)
 
 
 class TestMissing:

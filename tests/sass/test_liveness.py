@@ -20,7 +20,6 @@ from flash_helpers.measure.live_registers import (
 from flash_helpers.measure.machine_code import own_chosen
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
-from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.registry.rows import SOFTMAX
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.disassembler import find_disassemblers
@@ -32,7 +31,7 @@ from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Kernel, LiveRegis
 pytestmark = pytest.mark.slow
 
 TARGETS = ("sm_90", "sm_90a")
-OWN = [family.progression()[1] for family in (OVERLAP, HOPPER, SOFTMAX)]
+OWN = [family.progression()[1] for family in (HOPPER, SOFTMAX)]
 
 
 def check(path: Path) -> int:

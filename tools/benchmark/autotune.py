@@ -171,7 +171,7 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
     if arguments.configs:
         configs = read_config_file(arguments.configs)
     else:
-        swept = get_autotuning_kernel_configs()
+        swept: Sequence[Config] = get_autotuning_kernel_configs()
         if not arguments.steps:
             usual = next(iter(OPERATIONS.values()))
             swept = [config for config in swept if config.family.operation == usual]

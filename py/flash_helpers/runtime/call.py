@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -219,6 +220,7 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
 
 def _numbers(config: Config, gpu: Device, index: int) -> dict[str, int]:
     """`library.numbers`, which compiles nothing while a CUDA graph is captured."""
+    _warn_of_unmeasured(gpu.name, gpu.capability)
     with torch.cuda.device(index):
         is_capturing = torch.cuda.is_current_stream_capturing()
     try:
@@ -228,6 +230,18 @@ def _numbers(config: Config, gpu: Device, index: int) -> dict[str, int]:
             f"{error}, and a CUDA graph is being captured: call "
             f'flash_attention.prepare("{config.short_form()}") before the capture'
         ) from None
+
+
+@functools.cache  # once for a GPU
+def _warn_of_unmeasured(name: str, capability: tuple[int, int]) -> None:
+    """Tell that nothing is known of the kernels on a GPU that is neither of 8.x nor of 9.0."""
+    if capability[0] != 8 and capability != (9, 0):
+        warnings.warn(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, on which no kernel "
+            "was ever checked or measured: compare results with tools/debug/sanity_check.py",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _usual_layout(tensor: Tensor, device: torch.device) -> tensors.Layout:
