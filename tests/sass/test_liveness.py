@@ -61,8 +61,8 @@ def test_of_own_kernels_are_those_of_nvdisasm(config: Config) -> None:
 
 
 def test_kernels_of_the_library_and_others_are_compared_for_their_own_architecture() -> None:
-    configs = [AMPERE.progression()[1], OWN[0], OWN[1]]
-    chosen = {name: own_chosen(name, configs if name == "sm_90" else OWN[1:2]) for name in TARGETS}
+    configs = [AMPERE.progression()[1], *OWN]
+    chosen = {name: own_chosen(name, configs if name == "sm_90" else OWN[:1]) for name in TARGETS}
     found = compare_kernels(chosen, "")
     assert [(x.architecture, x.kernels) for x in found.architectures] == [
         ("sm_90", 2),
