@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -244,9 +248,45 @@ def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCh
                 request.distribution, problem, backend.device, request.seed
             )
             references[problem] = operation.part("reference").reference(problem, inputs[problem])
-    for config in request.configs:
+
+    def check(config: Config) -> KernelCheck:
         problem = request.problem_of(config)
-        yield _check_kernel(config, request, backend, inputs[problem], references[problem])
+        return _check_kernel(config, request, backend, inputs[problem], references[problem])
+
+    workers = min(len(os.sched_getaffinity(0)), len(request.configs) // _KERNELS_PER_WORKER)
+    if backend.is_simulator and workers > 1:
+        yield from _in_processes(check, request.configs, workers)
+    else:
+        yield from map(check, request.configs)
+
+
+_KERNELS_PER_WORKER = 8  # at least: to start a process takes as long as a kernel
+_check: Callable[[Config], KernelCheck] | None = None  # of a worker
+
+
+def _in_processes(
+    check: Callable[[Config], KernelCheck], configs: Sequence[Config], workers: int
+) -> Iterator[KernelCheck]:
+    """Check kernels in forked processes, which simulate and compile beside each other."""
+    global _check
+    _check = check
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, mp_context=fork, initializer=_begin_worker)
+    try:
+        yield from pool.map(_check_in_worker, configs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        _check = None
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the work
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+
+
+def _check_in_worker(config: Config) -> KernelCheck:
+    assert _check is not None
+    return _check(config)
 
 
 @dataclass(frozen=True)
