@@ -126,7 +126,7 @@ class Spread:
     def widest_store(self, space: str) -> int:
         """See `poison.Carrier`."""
         stores = (i for i in self.machine.program.instructions if i.name == "st")
-        here = (i for i in stores if space_of(i) in (space, "generic"))
+        here = (i for i in stores if i.types and space_of(i) in (space, "generic"))
         return max((size_of(i.types[-1]) for i in here), default=0)
 
     def _run(self, position: int, selection: Selection, action: Callable[[], None]) -> None:
