@@ -155,13 +155,14 @@ def run_tool(
     130 after Ctrl-C. stderr then has a line with the error or with `interrupted`. Each warning has
     a line on stderr, too. Raises any other exception of the work.
     """
+    told: tuple[type[Exception], ...] = (UserError, *errors)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see quiet_start
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning  # type: ignore[assignment]
             return work() or 0
-    except (UserError, *errors) as error:
+    except told as error:
         if isinstance(error, OSError) and error.filename:
             print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         else:
