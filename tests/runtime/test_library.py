@@ -23,7 +23,7 @@ from other_family import COUNTER, TILE, OtherConfig
 import flash_attention
 from flash_attention.__main__ import main
 from flash_helpers.compile.codegen import library_configs, listed_configs
-from flash_helpers.compile.jit import units_of
+from flash_helpers.compile.jit import default_jit, units_of
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
@@ -332,6 +332,12 @@ class TestResolve:
         q, k, v = make_inputs("normal", AttentionForward(1, 1, 128), torch.bfloat16)
         found = flash_attention.forward(config, q, k, v)
         assert torch.equal(found, flash_attention.forward(V16, q, k, v))
+
+    def test_is_compiled_beforehand_by_prepare(self):
+        h1, problem = HOPPER.progression()[0], AttentionForward(1, 1, 256)
+        first, chosen = flash_attention.prepare(h1.short_form(), problem, device="cpu")
+        assert first == h1 and not chosen.refusal(problem)
+        assert default_jit().has(units_of(h1), "compute_90a")
 
     @pytest.mark.parametrize("cfg", [7, None, b"v7"])
     def test_takes_nothing_else(self, cfg):
