@@ -24,7 +24,7 @@ import flash_attention
 from flash_helpers.compile import toolchain
 from flash_helpers.compile.build import (
     COMPILE_FLAGS,
-    SOURCE_FOLDERS,
+    SOURCES,
     LibraryBuild,
     architecture_names,
     copy_built_files,
@@ -579,9 +579,8 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
         *(f"flash_attention/ptxas/{config.short_form()}.log" for config in library_configs(tree)),
         *(
             f"flash_attention/sources/{path.relative_to(tree)}"
-            for folder in SOURCE_FOLDERS
-            for path in (tree / folder).rglob("*")
-            if path.suffix == ".cuh" or path.match("best_*.json")
+            for pattern in SOURCES
+            for path in tree.glob(pattern)
         ),
     }
     assert "flash_attention/sources/kernels/hopper/h30.cuh" in files

@@ -11,6 +11,7 @@ from benchmark_results import measurement
 from both_compilers import nvrtc_compiler
 from fake_backend import fake_backend, load_tool
 
+from flash_helpers.compile.build import copy_sources
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import FAMILIES, Config, Element, config_from_short_form
 from flash_helpers.measure import benchmark, timing
@@ -134,6 +135,12 @@ class TestEqualCodes:
         other = comparison(QUIET, pair(H1, (0.9,) * 3), pair(H2, (1.0,) * 3, (NVCC, "1" * 16)))
         other.save(folder / "compilers_all_h100.json")
         assert equal_codes(tmp_path) == {frozenset((NVCC, "1" * 16))}
+
+    def test_are_known_where_the_package_is_installed_without_its_repository(
+        self, root, tmp_path
+    ) -> None:
+        copy_sources(root, tmp_path / "sources")
+        assert equal_codes(tmp_path / "sources") == equal_codes(root) != frozenset()
 
 
 def twice(config: Config, is_same: bool) -> CompiledTwice:

@@ -16,13 +16,13 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from flash_helpers.compile import sources
 from flash_helpers.compile.codegen import (
     ALL_MAPS,
     BEST_PATTERN,
+    CONFIG_FOLDER,
     KERNEL_HEADER,
     BuiltKernel,
     all_maps_header,
@@ -33,6 +33,7 @@ from flash_helpers.compile.codegen import (
     registration_unit,
 )
 from flash_helpers.compile.compilers import NVCC_FLAGS
+from flash_helpers.compile.package import COMPARED_COMPILERS
 from flash_helpers.compile.ptxas import (
     HOW_TO_AVOID_LOSSES,
     entry_symbols,
@@ -54,7 +55,11 @@ LIBRARY = "libflash_attention.so"
 PTX_FOLDER = "ptx"
 LOG_FOLDER = "ptxas"
 BUILT_FROM = "built_from.json"  # digest of the sources of each kernel, by name
-SOURCE_FOLDERS = ("src/include", "previous_kernels", "kernels", "configs")
+SOURCES = (
+    *(f"{folder}/**/*.cuh" for folder in ("src/include", "previous_kernels", "kernels")),
+    f"{CONFIG_FOLDER}/{BEST_PATTERN}",
+    COMPARED_COMPILERS,
+)
 MAP_FOLDER = "build/maps"
 STEPS_VARIABLE = "FLASH_ATTENTION_STEPS"
 
@@ -364,15 +369,14 @@ def build_package(
 
 
 def copy_sources(root: Path, destination: Path) -> None:
-    """Copy what kernels are compiled from at first use to `destination`, and nothing else."""
+    """Copy what kernels are compiled from at first use to `destination`, with what is known of the
+    machine code, and nothing else."""
     shutil.rmtree(destination, ignore_errors=True)
-    for folder in SOURCE_FOLDERS:
-        for path in sorted((root / folder).rglob("*")):
-            is_source = path.suffix == ".cuh" or fnmatch(path.name, BEST_PATTERN)
-            if is_source and path.is_file():
-                copy = destination / path.relative_to(root)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, copy)
+    for pattern in SOURCES:
+        for path in sorted(root.glob(pattern)):
+            copy = destination / path.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
 
 
 def copy_built_files(package: Path, destination: Path) -> None:

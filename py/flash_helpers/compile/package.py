@@ -13,6 +13,7 @@ from flash_helpers.compile.codegen import KERNEL_HEADER
 
 HOW_TO_BUILD = "build it with `pip install . ./py` in the repository"
 SOURCES_FOLDER = "sources"  # in a package that was not installed from a checkout in place
+COMPARED_COMPILERS = "benchmarks/results/compilers_*.json"  # below the root of the sources
 COMPILED_FOLDER = "compiled"  # in the package: kernels that a wheel brings
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from flash_helpers.compile.package import COMPARED_COMPILERS
 from flash_helpers.console.tables import Table, number
 from flash_helpers.kernel_configs import Config, Problem, config_from_short_form
 from flash_helpers.measure.results import (
     READINGS,
-    RESULTS,
     Measurement,
     Protocol,
     Provenance,
@@ -22,7 +22,6 @@ from flash_helpers.measure.results import (
     interval,
 )
 
-FILES = f"{RESULTS.parent.as_posix()}/compilers_*.json"  # that `equal_codes` reads
 CONTROL_EVERY = 8  # kernels of a family
 TILED_SHARE = 15, 16  # of a size: tiles of 192 rows and 80 keys divide 3840 and 15360
 
@@ -218,15 +217,15 @@ def without_first_round(measurement: Measurement) -> Measurement:
 
 
 def equal_codes(root: Path) -> frozenset[frozenset[str]]:
-    """Return pairs of digests of machine codes that are equally fast, according to FILES below
-    `root`.
+    """Return pairs of digests of machine codes that are equally fast, as `compilers.py` measured
+    the sources at `root`.
 
     A pair is the code of one kernel from nvcc and that from NVRTC. It counts if it was timed, and
     if the median ratio of the speeds lies within the noise (`CompilerComparison.noise`) of the same
     file at each size and under each load, in every file. Raises as `RecordFile.load` does.
     """
     all_equal: dict[frozenset[str], bool] = {}
-    for path in sorted(root.glob(FILES)):
+    for path in sorted(root.glob(COMPARED_COMPILERS)):
         for codes, is_equal in CompilerComparison.load(path).verdicts().items():
             all_equal[codes] = all_equal.get(codes, True) and is_equal
     return frozenset(codes for codes, is_equal in all_equal.items() if is_equal)

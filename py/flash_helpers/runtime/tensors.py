@@ -225,7 +225,9 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...], fill: float) -> torch
 
 @functools.cache
 def gpu_device(index: int) -> Device:
-    """Return the facts of a CUDA device that launches need."""
+    """Return the facts of a CUDA device that launches need. Raises RuntimeError if it is absent."""
+    if index >= (count := torch.cuda.device_count()):
+        raise RuntimeError(f"there is no CUDA device {index}: torch finds {count or 'none'}")
     properties = torch.cuda.get_device_properties(index)
     return Device(
         properties.name, (properties.major, properties.minor), properties.multi_processor_count
