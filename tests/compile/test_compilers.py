@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,10 +37,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def describe(library: Path) -> NvrtcCompiler:
         if text := library.read_text():
             raise BuildError(f"{library.name} {text}")
-        return nvrtc((13, 0), library)
+        return nvrtc((int(library.suffix[1:]), 0), library)
 
     monkeypatch.setattr(compilers, "describe_nvrtc", describe)
-    places = Places(tmp_path / "maps", (tmp_path / "packages",), tmp_path / "cuda")
+    places = Places(tmp_path / "maps", (tmp_path / "packages",), tmp_path / "cuda", None)
 
     def put(name: str, text: str = "") -> Path:
         path = tmp_path / name
@@ -91,6 +93,23 @@ class TestSearch:
         put(f"packages/{WHEELS[12]}", "is broken")
         newest = put(f"packages/{WHEELS[13]}")
         assert self.chosen(places) == newest
+
+    def test_one_that_the_driver_does_not_know_comes_last_and_is_told(self, machine) -> None:
+        places, put = machine
+        places = replace(places, driver=(12, 8))
+        put("packages/torch/version.py", torch_for("13.0"))
+        newest = put(f"packages/{WHEELS[13]}")
+        with pytest.warns(RuntimeWarning) as told:
+            assert self.chosen(places) == newest
+        assert str(told[0].message) == (
+            "NVRTC 13.0 is newer than the driver, which knows CUDA up to 12.8: install a newer "
+            "driver, or an older compiler (python -m pip install --upgrade "
+            "'nvidia-cuda-nvrtc-cu12<13'), or set CUDA_HOME to a toolkit of CUDA 12"
+        )
+        known = put("cuda/lib64/libnvrtc.so.12")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert self.chosen(places) == known
 
     @pytest.mark.parametrize(
         ("cuda", "line"),

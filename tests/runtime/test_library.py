@@ -317,6 +317,75 @@ class TestCInterface:
         assert all(re.fullmatch(r"(sm|compute)_\d+a?", name) for name in library.architectures())
 
 
+class TestDriverThatIsOlder:
+    """An error of CUDA about code from a compiler that is newer than the driver."""
+
+    IMAGE, PTX = "cudaErrorInvalidKernelImage", "cudaErrorUnsupportedPtxVersion"
+    LIBRARY = (
+        "; nvcc 13.0, which compiled the library, is newer than the driver, which knows CUDA up to "
+        "12.8: install a newer driver, or set CUDA_HOME to a toolkit of CUDA 12 and build it with "
+        "`pip install . ./py` in the repository"
+    )
+    REBUILD = LIBRARY.partition("or ")[2]
+    KERNEL = (
+        "; NVRTC 13.0.88, which compiled the kernel, is newer than the driver, which knows CUDA up "
+        "to 12.8: install a newer driver, or an older compiler (python -m pip install --upgrade "
+        "'nvidia-cuda-nvrtc-cu12<13'), or set CUDA_HOME to a toolkit of CUDA 12"
+    )
+    COMPILED, PREBUILT, REGISTERED = 10**6, 10**6 + 1, 10**6 + 2
+
+    @pytest.fixture(autouse=True)
+    def kernels(self, tmp_path, package, monkeypatch):
+        """Kernels of a cache and of a wheel, by their numbers."""
+        monkeypatch.setattr(library.Compiled, "compiler", "NVRTC 13.0.88")
+        monkeypatch.setattr(library, "cuda_version", lambda: (13, 0))
+        folders = {self.COMPILED: tmp_path / "entry", self.PREBUILT: package / "compiled/entry"}
+        compiled = {library.Compiled("v1", "sm_80", "v1", f): n for n, f in folders.items()}
+        monkeypatch.setattr(library, "_compiled", compiled)
+
+    @pytest.mark.parametrize(
+        ("driver", "error", "number", "reason"),
+        [
+            ((12, 8), "cudaErrorInsufficientDriver", COMPILED, LIBRARY),
+            ((12, 8), "cudaErrorNoKernelImageForDevice", 0, LIBRARY),
+            ((12, 8), IMAGE, None, LIBRARY),
+            ((12, 8), IMAGE, COMPILED, KERNEL),
+            ((12, 8), PTX, COMPILED, KERNEL),
+            ((12, 8), PTX, PREBUILT, KERNEL.partition("an older")[0] + REBUILD),
+            ((12, 8), PTX, REGISTERED, ""),  # by a compiler that only the caller knows
+            ((12, 8), "cudaErrorInvalidValue", COMPILED, ""),
+            ((13, 0), IMAGE, COMPILED, ""),
+            (None, IMAGE, COMPILED, ""),
+        ],
+    )
+    def test_is_told_with_both_versions(
+        self, c_library, monkeypatch, driver, error, number, reason
+    ):
+        said = f"cudaLibraryLoadData: some reason ({error})"
+        monkeypatch.setattr(c_library, "flash_last_error", said.encode)
+        monkeypatch.setattr(library, "driver_cuda", lambda: driver)
+        with pytest.raises(RuntimeError) as told:
+            library.check(1, "v1", number)
+        assert str(told.value) == f"v1: {said}{reason}"
+
+    @pytest.mark.parametrize("reads", [True, False])
+    def test_is_told_of_the_kernel_that_was_loaded(self, c_library, monkeypatch, reads):
+        """By a launch, and by what reads its resources."""
+        monkeypatch.setattr(library, "driver_cuda", lambda: (12, 8))
+        monkeypatch.setattr(c_library, "flash_last_error", f"why ({self.IMAGE})".encode)
+        for name in ("flash_launch", "flash_kernel_resources"):
+            monkeypatch.setattr(c_library, name, lambda *_: 1)
+        numbers = {name: self.COMPILED for name in V16.kernels.values()}
+        monkeypatch.setattr(library, "numbers", lambda *_: numbers)
+        (launch,) = V16.call(PROBLEM, PROBLEM.strides(), H100).launches
+        with pytest.raises(RuntimeError, match=r"NVRTC 13\.0\.88, which compiled the kernel"):
+            if reads:
+                library.resources(V16, (9, 0), 0)
+            else:
+                launcher = library.Launcher(launch, self.COMPILED, 0)
+                launcher.run({**dict.fromkeys("qkvo", 0), library.STREAM: 0})
+
+
 class TestResolve:
     def test_takes_a_config_or_its_short_form(self):
         assert library.resolve(BUILT[0]) == BUILT[0]

@@ -12,12 +12,14 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from flash_helpers.compile import nvrtc
+from flash_helpers.compile.driver_version import driver_cuda, newer_than_driver
 from flash_helpers.compile.toolchain import (
     DEFAULT_CUDA_HOME,
     LOWEST_CUDA,
@@ -151,6 +153,14 @@ def how_to_get_nvrtc(cuda: int) -> str:
     return f"python -m pip install --upgrade '{package}<{cuda + 1}'"
 
 
+def how_to_suit_driver(driver: tuple[int, int]) -> str:
+    """Ways to a compiler that is not newer than the driver."""
+    return (
+        f"an older compiler ({how_to_get_nvrtc(driver[0])}), or set CUDA_HOME to a toolkit of CUDA "
+        f"{driver[0]}"
+    )
+
+
 def check_target(compiler: Compiler, target: str) -> None:
     """Raises BuildError unless `compiler` compiles for `target`."""
     if not compiler.supports(target):
@@ -166,7 +176,8 @@ class Places:
     """Where compilers are looked for.
 
     `maps`: lists the files that this process has mapped. `packages`: folders of installed packages.
-    `toolkit`: the folder of a CUDA toolkit that nothing else names.
+    `toolkit`: the folder of a CUDA toolkit that nothing else names. `driver`: the newest CUDA
+    release that the driver knows; None without one.
     """
 
     maps: Path = Path("/proc/self/maps")
@@ -174,6 +185,7 @@ class Places:
         default_factory=lambda: tuple(Path(p) for p in sys.path if p)
     )
     toolkit: Path = DEFAULT_CUDA_HOME
+    driver: tuple[int, int] | None = field(default_factory=driver_cuda)
 
 
 def find_compiler(
@@ -181,13 +193,26 @@ def find_compiler(
 ) -> Compiler:
     """The first of these that is there and new enough: the NVRTC that PyTorch has loaded; that of
     PyTorch's CUDA among installed packages; PyTorch's own; that of any package, the newest first;
-    that of a CUDA toolkit; nvcc.
+    that of a CUDA toolkit; nvcc. An NVRTC whose major version the driver does not know comes after
+    the others, and a compiler that is so new is taken with a warning.
 
     Raises BuildError when there is none, with what was found and how to get one.
     """
     places = places or Places()
+    compiler = _find_compiler(environ, places)
+    if places.driver and compiler.version[0] > places.driver[0]:
+        instead = how_to_suit_driver(places.driver)
+        warnings.warn(
+            newer_than_driver(compiler.name, places.driver, instead), RuntimeWarning, stacklevel=2
+        )
+    return compiler
+
+
+def _find_compiler(environ: Mapping[str, str], places: Places) -> Compiler:
+    newest = places.driver[0] if places.driver else _NEWEST_MAJOR
     refused: dict[Path, str] = {}
-    for library in dict.fromkeys(_libraries(environ, places)):
+    libraries = dict.fromkeys(_libraries(environ, places))
+    for library in sorted(libraries, key=lambda library: _major(library) > newest):
         try:
             return describe_nvrtc(library)
         except BuildError as error:

@@ -9,14 +9,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from flash_helpers.compile.build import BUILT_FROM, LIBRARY, PTX_FOLDER
+from flash_helpers.compile.cache import Compiled
 from flash_helpers.compile.codegen import listed_configs
+from flash_helpers.compile.compilers import how_to_suit_driver
+from flash_helpers.compile.driver_version import driver_cuda, newer_than_driver
 from flash_helpers.compile.jit import default_jit, units_of
-from flash_helpers.compile.package import HOW_TO_BUILD, package_folder, sources_root
+from flash_helpers.compile.package import (
+    COMPILED_FOLDER,
+    HOW_TO_BUILD,
+    package_folder,
+    sources_root,
+)
 from flash_helpers.compile.sources import Unit
 from flash_helpers.kernel_configs import Config, Element, config_from_short_form
 from flash_helpers.registry.call import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
@@ -24,6 +33,13 @@ from flash_helpers.registry.call import TENSOR_MAP_BYTES, Address, Launch, Templ
 STREAM = "stream"  # its handle, among the addresses of a launch
 
 _UINT = ctypes.c_uint
+_RUNTIME_IS_NEWER = "cudaErrorInsufficientDriver"  # the CUDA runtime is a part of the library
+_ERRORS_OF_NEWER_CODE = (
+    _RUNTIME_IS_NEWER,
+    "cudaErrorInvalidKernelImage",
+    "cudaErrorNoKernelImageForDevice",
+    "cudaErrorUnsupportedPtxVersion",
+)
 
 
 class _Launch(ctypes.Structure):
@@ -213,10 +229,35 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def check(status: int, what: str) -> None:
-    """Raises RuntimeError with the library's text unless the status is 0."""
+def check(status: int, what: str, number: int | None = None) -> None:
+    """Raises RuntimeError with the library's text unless the status is 0.
+
+    `number`: that of the kernel whose code was to be loaded, if one was.
+    """
     if status:
-        raise RuntimeError(f"{what}: {load().flash_last_error().decode()}")
+        said = load().flash_last_error().decode()
+        raise RuntimeError(f"{what}: {said}{_newer_code(said, number)}")
+
+
+def _newer_code(said: str, number: int | None) -> str:
+    """The reason of CUDA's error, if it is a compiler that is newer than the driver; else ""."""
+    driver, error = driver_cuda(), said.rpartition("(")[2].rstrip(")")
+    if driver is None or error not in _ERRORS_OF_NEWER_CODE:
+        return ""
+    if number is None or number < len(_numbers()) or error == _RUNTIME_IS_NEWER:
+        compiler, made, comes_built = "nvcc {}.{}".format(*cuda_version()), "the library", True
+    elif kernel := next((kernel for kernel, own in _compiled.items() if own == number), None):
+        compiler, made = kernel.compiler, "the kernel"
+        comes_built = kernel.folder.parent == package_folder() / COMPILED_FOLDER
+    else:
+        return ""  # an image that a caller has registered
+    release = tuple(map(int, re.findall(r"\d+", compiler)[:2]))
+    if release <= driver:
+        return ""
+    instead = how_to_suit_driver(driver)
+    if comes_built:
+        instead = f"set CUDA_HOME to a toolkit of CUDA {driver[0]} and {HOW_TO_BUILD}"
+    return f"; {newer_than_driver(f'{compiler}, which compiled {made},', driver, instead)}"
 
 
 @functools.cache
@@ -240,7 +281,7 @@ def is_built(unit: Unit) -> bool:
 
 
 _registered: dict[str, int] = {}  # numbers by name
-_compiled: dict[Path, int] = {}  # numbers by entry of the cache
+_compiled: dict[Compiled, int] = {}  # numbers of kernels that came from the cache
 _kept: list[tuple[bytes, ...]] = []  # what kernels are made of: the library points to it
 
 
@@ -296,10 +337,10 @@ def numbers(
             names = ", ".join(unit.name for unit in units)
             raise NotCompiled(f"{names} was not compiled for {target} yet")
         for kernel in default_jit().get(units, target):
-            if kernel.folder not in _compiled:
+            if kernel not in _compiled:
                 image = kernel.cubin_path.read_bytes()
-                _compiled[kernel.folder] = _register(kernel.name, kernel.symbol, image)
-            found[kernel.name] = _compiled[kernel.folder]
+                _compiled[kernel] = _register(kernel.name, kernel.symbol, image)
+            found[kernel.name] = _compiled[kernel]
     return found
 
 
@@ -384,6 +425,7 @@ class Launcher:
             found.shared_bytes,
         )
         self._found = found
+        self._number = number
         size = ctypes.sizeof(header)
         self._template = Template(
             bytes(header) + found.arguments,
@@ -402,7 +444,7 @@ class Launcher:
         Nothing is checked here. Raises RuntimeError with CUDA's text.
         """
         if status := self._launch(self._template.fill(addresses, encode_tensor_map)):
-            check(status, self._found.kernel)
+            check(status, self._found.kernel, self._number)
 
     def quick(
         self,
@@ -488,7 +530,7 @@ def resources(config: Config, capability: tuple[int, int], device: int) -> Kerne
     found = _Resources()
     number = numbers([config], capability)[name]
     status = load().flash_kernel_resources(number, *config.block(function), device, found)
-    check(status, name)
+    check(status, name, number)
     return KernelResources(**{f.name: getattr(found, f.name) for f in fields(KernelResources)})
 
 
