@@ -20,6 +20,7 @@ from flash_helpers.runtime.tensors import (
     Laid,
     check_problem,
     check_types,
+    constant_call,
     element_of,
     posed_problem,
 )
@@ -31,7 +32,6 @@ from flash_helpers.tune.best import choose_config, newest_that_takes
 
 _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
 _NAMES = tuple(AttentionForward.axes)  # of tensors, in the operators' order
-_ELEMENTS = (Element.FP16, Element.BF16)
 _KEYS = torch._C.DispatchKey
 # All dispatch keys except those of a call on plain tensors without tracing or transforms.
 _OTHER_KEYS = ~functools.reduce(
@@ -176,7 +176,7 @@ def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[st
 
     Raises ValueError, with a way out, if no kernel computes the problem.
     """
-    element = element_of("q", given["q"], _ELEMENTS)
+    element = element_of("q", given["q"], AttentionForward.elements)
     options, problem = dict(asked[1]), None
     try:
         problem = posed_problem(AttentionForward, element, given, **options)
@@ -231,13 +231,29 @@ def _compile_while_tracing(config: Config, device: torch.device) -> None:
         compile_ahead(config.siblings(), device)
 
 
+def _check_fake(cfg: str, given: Mapping[str, Laid], softmax_scale: float | None) -> None:
+    """Raises what a call of a config raises for tensors without memory."""
+    _config(cfg)
+    config = resolve(cfg)
+    if constant_call(AttentionForward, config, given, softmax_scale=softmax_scale) is None:
+        check_problem(config, given, softmax_scale=softmax_scale)
+        _compile_while_tracing(config, given["q"].device)
+
+
+def _check_fake_attention(
+    given: Mapping[str, Laid], causal: bool, softmax_scale: float | None
+) -> None:
+    """Raises what attention() raises for tensors without memory."""
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    if constant_call(AttentionForward, None, given, **options) is None:
+        config = _choose((None, tuple(options.items())), given)
+        _compile_while_tracing(config, given["q"].device)
+
+
 def _fake(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
-    _config(cfg)
-    given = {"q": q, "k": k, "v": v}
-    check_problem(resolve(cfg), given, softmax_scale=softmax_scale)
-    _compile_while_tracing(resolve(cfg), q.device)
+    _check_fake(cfg, {"q": q, "k": k, "v": v}, softmax_scale)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -250,29 +266,23 @@ def _fake_out(
     softmax_scale: float | None,
     lse: torch.Tensor | None,
 ) -> None:
-    _config(cfg)
     given = {"q": q, "k": k, "v": v, "o": o}
-    given = given if lse is None else {**given, "lse": lse}
-    check_problem(resolve(cfg), given, softmax_scale=softmax_scale)
-    _compile_while_tracing(resolve(cfg), q.device)
+    _check_fake(cfg, given if lse is None else {**given, "lse": lse}, softmax_scale)
 
 
 def _fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
-    given = {"q": q, "k": k, "v": v}
-    config = _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
-    _compile_while_tracing(config, q.device)
+    _check_fake_attention({"q": q, "k": k, "v": v}, causal, softmax_scale)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _fake_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = {"q": q, "k": k, "v": v, "lse": _new_lse(q)}
-    config = _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
-    _compile_while_tracing(config, q.device)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), given["lse"]
+    lse = _new_lse(q)
+    _check_fake_attention({"q": q, "k": k, "v": v, "lse": lse}, causal, softmax_scale)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
 # No defaults: Inductor passes arguments with defaults by name, which makes a call 1 µs longer.
@@ -334,8 +344,9 @@ def attention(
         exp(q kᵀ · softmax_scale) over the keys that the row sees: (batch, heads, len_q), fp32.
 
     Returns o, with the shape and dtype of q, contiguous; with return_lse (o, lse). A query that
-    sees no key has 0 in o and -inf in lse. Runs on the same devices as `forward`, under
-    torch.compile and in CUDA graphs too, and has no backward pass.
+    sees no key has 0 in o and -inf in lse. No kernel runs if there is no batch, head, query or key,
+    and sizes and options that no kernel takes are taken then; d_head is at least 1. Runs on the
+    same devices as `forward`, under torch.compile and in CUDA graphs too, and has no backward pass.
 
     Raises the errors of `forward`. A ValueError names the property that no kernel of the device
     supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads
@@ -375,8 +386,9 @@ def forward(
 
     Runs on a CUDA device's current stream, without synchronising. On CPU tensors it runs the
     kernel's PTX in the simulator (see `simulate`), which needs no GPU. For a large shape, stderr
-    shows an estimate of the time and a progress bar. There is no backward pass: differentiating
-    through the result raises RuntimeError.
+    shows an estimate of the time and a progress bar. Tensors without elements are computed without
+    a kernel, as by `attention`. There is no backward pass: differentiating through the result
+    raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument;
     RuntimeError on a device that is neither the CPU nor CUDA of compute
@@ -409,7 +421,8 @@ def forward_timed(
     """Compute as `forward` does; return o and the kernel's time on the GPU in milliseconds, by CUDA
     events.
 
-    Waits for the kernel to end. On an idle GPU the time includes the launch.
+    Waits for the kernel to end. On an idle GPU the time includes the launch. The time is 0 where no
+    kernel runs.
     Raises RuntimeError for CPU tensors too: the simulator has no clock.
     """
     inputs = {"q": q, "k": k, "v": v}
@@ -422,6 +435,9 @@ def forward_timed(
             "forward_timed needs a CUDA device and the tensors are on the CPU, where kernels are "
             "simulated without a clock: move them to a GPU, or count with simulate()"
         )
+    if call.plan.constants is not None:
+        call.run()
+        return call.output, 0.0
     stream = torch.cuda.current_stream(q.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with call.logged():  # not call.run(): what a log reads does not count
@@ -522,7 +538,8 @@ def simulate(
     device: target GPU of the launches; by default the largest GPU of the first architecture that
         the kernel is compiled for.
 
-    Raises the errors of `forward`, and ValueError for tensors that are not on the CPU.
+    Raises the errors of `forward`, and ValueError for tensors that are not on the CPU or that no
+    kernel runs on, since they are empty.
     """
     outputs = {name: x for name, x in (("o", o), ("lse", lse)) if x is not None}
     check_types({"q": q, "k": k, "v": v, **outputs})

@@ -257,7 +257,7 @@ class TestTime:
         ready = SimpleNamespace(
             is_simulated=False,
             logged=logged,
-            plan=SimpleNamespace(run=lambda _: done.append("kernel")),
+            plan=SimpleNamespace(constants=None, run=lambda _: done.append("kernel")),
             addresses={},
             output=None,
         )

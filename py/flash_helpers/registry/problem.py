@@ -110,6 +110,15 @@ class Tensor:
         return tuple(reversed(found))
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A call whose outputs are known without a kernel, such as one over empty tensors. `tensors`:
+    those of the call, with their shapes. `values`: of each output's elements, by name."""
+
+    tensors: tuple[Tensor, ...]
+    values: Mapping[str, float]
+
+
 # Elements between neighbours along each dimension, by tensor; 0 along a dimension of size 1.
 Strides = Mapping[str, tuple[int, ...]]
 
@@ -129,13 +138,14 @@ class Problem:
 
     `operation`: name of the operation's folder. `axes`: dimensions of each tensor that a call may
     pass, by name, in the order in which calls take them. `optional`: names of outputs that are
-    computed only if a call passes them.
+    computed only if a call passes them. `elements`: possible element types of the first tensor.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # each subclass is a dataclass
     operation: ClassVar[str]
     axes: ClassVar[Mapping[str, tuple[str, ...]]]
     optional: ClassVar[frozenset[str]] = frozenset()
+    elements: ClassVar[tuple[Element, ...]] = tuple(Element)
     dtype: Element
 
     @classmethod
@@ -193,6 +203,15 @@ class Problem:
         output that is given is computed. `dtype`: dtype of the first tensor. `options`: fields that
         no shape tells. Raises ValueError for shapes that do not fit together or are empty.
         """
+
+    @classmethod
+    def constant(
+        cls, shapes: Mapping[str, tuple[int, ...]], dtype: Element, **options: Any
+    ) -> Constant | None:
+        """Return the call on tensors of these shapes if its outputs are known without a kernel;
+        None for all others, which `posed` takes or refuses. Arguments and errors are those of
+        `posed`."""
+        return None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

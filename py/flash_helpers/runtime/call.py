@@ -41,10 +41,11 @@ class Plan:
     are no launchers either. `alignment`: bytes; every tensor begins at a multiple of it.
     `span_bytes`: bytes from the first to the last byte of each tensor. `options`: options of the
     problem. `quick`: does the work of `_checked` and `run` in one step if layouts and device are
-    unchanged; None where that is not possible.
+    unchanged; None where that is not possible. `constants`: values of the elements of all outputs,
+    by name, if no kernel runs; None if one does. `config` is None if none was asked for either.
     """
 
-    config: Config
+    config: Config | None
     call: Call
     names: tuple[str, ...]
     outputs: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
@@ -54,6 +55,7 @@ class Plan:
     span_bytes: tuple[int, ...]
     options: Mapping[str, Any]
     quick: library.QuickLaunch | None = None
+    constants: Mapping[str, float] | None = None
 
     def filled(self, given: Given) -> list[Any]:
         """Return the tensors, with new ones for outputs that were left out."""
@@ -91,6 +93,7 @@ class ReadyCall(NamedTuple):
     @property
     def config(self) -> Config:
         """The config whose kernels run."""
+        assert self.plan.config is not None  # attention() alone asks for none
         return self.plan.config
 
     @property
@@ -121,14 +124,25 @@ class ReadyCall(NamedTuple):
 
     def run(self) -> None:
         """Compute: on a CUDA device's current stream, without waiting, or in the simulator."""
-        if self.is_simulated:
+        if self.plan.constants is not None:
+            with self.logged(), torch.inference_mode():  # which may write inference tensors
+                for name, value in self.plan.constants.items():
+                    self.tensors[name].fill_(value)
+        elif self.is_simulated:
             self.simulate()
         else:
             with self.logged():
                 self.plan.run(self.addresses)
 
     def simulate(self, keep_going: bool = False, device: Device | None = None) -> Run:
-        """Run the kernels' PTX, launched as on a device. Raises PtxError for a kernel's fault."""
+        """Run the kernels' PTX, launched as on a device. Raises PtxError for a kernel's fault, and
+        ValueError for a call without a kernel."""
+        if self.plan.constants is not None:
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())
+            raise ValueError(
+                f"no kernel runs on tensors of these shapes: {shapes}: there is nothing to count, "
+                "use 1 or more of everything, or forward() for the result"
+            )
         with self.logged():
             return simulator.run_shipped(
                 self.config, self.tensors, keep_going=keep_going, device=device, **self.plan.options
@@ -140,8 +154,10 @@ class ReadyCall(NamedTuple):
         if _log is None:
             return nullcontext()
         plan = self.plan
+        if plan.constants is not None:
+            return _log.without_kernel(self.tensors)
         return _log.around(
-            LoggedCall(plan.config, self.problem, plan.call, self.tensors, plan.device)
+            LoggedCall(self.config, self.problem, plan.call, self.tensors, plan.device)
         )
 
 
@@ -189,9 +205,7 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
     if index is not None:
         numbers = _numbers(ran, gpu, index)
         launchers = tuple(library.Launcher(x, numbers[x.kernel], index) for x in call.launches)
-    layouts: list[tensors.Laid] = [
-        given[x.name] if x.name in given else _usual_layout(x, first.device) for x in taken
-    ]
+    layouts = _layouts(taken, given)
     spans = tuple(map(tensors.span_bytes, layouts))
     quick = None
     if len(launchers) == 1 and not call.buffers and (exchange := _exchange()) is not None:
@@ -215,6 +229,35 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
         spans,
         options,
         quick,
+    )
+
+
+def _constant_plan(
+    kind: type[Problem], asked: Asked, given: dict[str, torch.Tensor]
+) -> Plan | None:
+    """Return the plan of a call whose outputs are known without a kernel; None for all others.
+    Raises as `prepare` does."""
+    config = None if asked[0] is None else library.resolve(asked[0])
+    found = tensors.constant_call(kind, config, given, **dict(asked[1]))
+    if found is None:
+        return None
+    first = next(iter(given.values()))
+    taken = [x for x in found.tensors if x.name in given or x.is_output]
+    for tensor in taken:
+        if tensor.is_output and tensor.name in given:
+            tensors.check_output_layout(tensor.name, given[tensor.name])
+    outputs = {n: x for n, x in enumerate(taken) if x.is_output}
+    return Plan(
+        config,
+        Call((), ()),
+        tuple(tensor.name for tensor in taken),
+        tuple((n, _allocator(x, first)) for n, x in outputs.items()),
+        (),
+        first.device.index,
+        1,
+        tuple(map(tensors.span_bytes, _layouts(taken, given))),
+        {},
+        constants={x.name: found.values[x.name] for x in outputs.values()},
     )
 
 
@@ -244,6 +287,12 @@ def _warn_of_unmeasured(name: str, capability: tuple[int, int]) -> None:
         )
 
 
+def _layouts(taken: Sequence[Tensor], given: Mapping[str, torch.Tensor]) -> list[tensors.Laid]:
+    """Return the tensors that are given, and the layouts of those that will be allocated."""
+    device = next(iter(given.values())).device
+    return [given[x.name] if x.name in given else _usual_layout(x, device) for x in taken]
+
+
 def _usual_layout(tensor: Tensor, device: torch.device) -> tensors.Layout:
     strides = torch.empty(tensor.shape, device="meta").stride()
     dtype = tensors.torch_dtype(tensor.element)
@@ -265,7 +314,8 @@ def _checked(
     plan = _plans.get(layouts)
     if plan is None:
         by_name = tensors.named(zip(kind.names(len(given)), given, strict=True))
-        plan = _make_plan(choose(asked, by_name), by_name, dict(asked[1]))
+        plan = _constant_plan(kind, asked, by_name)
+        plan = plan or _make_plan(choose(asked, by_name), by_name, dict(asked[1]))
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
             _quick_plans.clear()
@@ -330,7 +380,7 @@ def compute(
             return every
         del every  # its memory may be needed
     plan, found, addresses = _checked(kind, asked, given, choose)
-    if plan.device is None or _log is not None:
+    if plan.device is None or plan.constants is not None or _log is not None:
         ReadyCall(plan, found, addresses).run()
     else:
         plan.run(addresses)

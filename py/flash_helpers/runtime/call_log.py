@@ -177,6 +177,14 @@ class CallLog:
         if saved:
             self._save_outputs(number, saved, call)
 
+    @contextmanager
+    def without_kernel(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Write about a call whose outputs are known without one. `tensors`: by name, outputs
+        included."""
+        layouts = _layouts(tensors) if self.level >= LAUNCHES else ()
+        self._write(next(self._numbers), [f"{_begin()}, without a kernel", *layouts])
+        yield
+
     def _write(self, number: int, lines: Iterable[str]) -> None:
         if self._is_broken:
             return
@@ -229,10 +237,13 @@ def _is_captured(device: int | None) -> bool:
 
 
 def _title(call: LoggedCall) -> str:
-    time = datetime.now().isoformat(" ", "milliseconds")
     operation = call.config.family.operation.name
     device = saved_calls.SIMULATOR if call.device is None else f"cuda:{call.device}"
-    return f"{time}, {_caller()}, {operation} by {call.config.short_form()} on {device}"
+    return f"{_begin()}, {operation} by {call.config.short_form()} on {device}"
+
+
+def _begin() -> str:
+    return f"{datetime.now().isoformat(' ', 'milliseconds')}, {_caller()}"
 
 
 def _caller() -> str:
@@ -255,12 +266,7 @@ def _details(call: LoggedCall) -> Iterator[str]:
     """Yield lines on the problem, the tensors and the launches."""
     fields = [f"{k} {v}" for k, v in call.problem.record().items() if k != "operation"]
     yield f"problem: {', '.join(fields)}"
-    for name, x in call.tensors.items():
-        dtype = str(x.dtype).removeprefix("torch.")
-        yield (
-            f"{name}: {dtype}, shape {tuple(x.shape)}, strides {x.stride()}, "
-            f"address {x.data_ptr():#x}"
-        )
+    yield from _layouts(call.tensors)
     for buffer in call.call.buffers:
         zeroed = ", zeroed" if buffer.zeroed else ""
         yield f"{buffer.name}: a buffer of {buffer.bytes} bytes{zeroed}"
@@ -269,4 +275,13 @@ def _details(call: LoggedCall) -> Iterator[str]:
         yield (
             f"launch of {launch.kernel}: grid {launch.grid}, {launch.block} threads per block"
             f"{cluster}, {launch.shared_bytes} bytes of dynamic shared memory per block"
+        )
+
+
+def _layouts(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    for name, x in tensors.items():
+        dtype = str(x.dtype).removeprefix("torch.")
+        yield (
+            f"{name}: {dtype}, shape {tuple(x.shape)}, strides {x.stride()}, "
+            f"address {x.data_ptr():#x}"
         )

@@ -16,7 +16,7 @@ import torch
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.family import Family
-from flash_helpers.registry.problem import Element, Problem, Tensor
+from flash_helpers.registry.problem import Constant, Element, Problem, Role, Tensor
 
 Own = TypeVar("Own", bound=Problem)
 
@@ -84,6 +84,38 @@ def posed_problem(
     Raises TypeError for a tensor of another element type than the problem has; ValueError for
     devices and shapes that do not fit together or are empty, and for all that the problem refuses.
     """
+    shapes = _shapes(kind, tensors)
+    try:
+        problem = kind.posed(shapes, dtype, **options)
+    except KeyError as error:
+        (name,) = error.args
+        if name not in kind.axes:
+            raise
+        raise ValueError(f"{name} is missing: {kind.operation} takes it, pass it") from error
+    _check_given(problem.tensors, tensors, kind.operation, taker)
+    return problem
+
+
+def constant_call(
+    kind: type[Problem], config: Config | None, tensors: Mapping[str, Laid], **options: Any
+) -> Constant | None:
+    """Return the call on tensors if its outputs are known without a kernel (`Problem.constant`);
+    None for all others. `config`: the config that is asked for, if one is. Raises the errors of
+    `posed_problem`."""
+    if all(map(all, (tensor.shape for tensor in tensors.values()))):
+        return None
+    first = next(iter(tensors))
+    dtype = config.dtype if config else element_of(first, tensors[first], kind.elements)
+    found = kind.constant(_shapes(kind, tensors), dtype, **options)
+    if found is not None:
+        taker = config.short_form() if config else ""
+        _check_given(found.tensors, tensors, kind.operation, taker)
+    return found
+
+
+def _shapes(kind: type[Problem], tensors: Mapping[str, Laid]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors. Raises ValueError for several devices, and for numbers of
+    dimensions that are not those of the problem."""
     first = next(iter(tensors))
     for name, tensor in tensors.items():
         if tensor.device != tensors[first].device:
@@ -97,23 +129,26 @@ def posed_problem(
                 f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}: pass "
                 f"({', '.join(axes)})"
             )
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    try:
-        problem = kind.posed(shapes, dtype, **options)
-    except KeyError as error:
-        (name,) = error.args
-        if name not in kind.axes:
-            raise
-        raise ValueError(f"{name} is missing: {kind.operation} takes it, pass it") from error
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_given(
+    wanted: Iterable[Tensor], tensors: Mapping[str, Laid], operation: str, taker: str
+) -> None:
+    """Raises ValueError for an input that is missing, TypeError for a tensor of another element
+    type than a call takes. `taker`: as for `posed_problem`."""
+    elements = {}
+    for each in wanted:
+        elements[each.name] = torch_dtype(each.element)
+        if each.role is Role.IN and each.name not in tensors:
+            raise ValueError(f"{each.name} is missing: {operation} takes it, pass it")
     for name, tensor in tensors.items():
-        wanted = torch_dtype(problem.tensor(name).element)
-        if tensor.dtype != wanted:
+        if tensor.dtype != elements[name]:
             raise TypeError(
-                f"{name} is {tensor.dtype} and {taker or kind.operation} takes {wanted}: convert "
-                f"it with .to({wanted})"
+                f"{name} is {tensor.dtype} and {taker or operation} takes {elements[name]}: "
+                f"convert it with .to({elements[name]})"
                 + (", or choose a config of its own dtype" if taker else "")
             )
-    return problem
 
 
 def check_problem(config: Config, tensors: Mapping[str, Laid], **options: Any) -> Problem:
@@ -192,6 +227,8 @@ def check_output(others: Mapping[str, torch.Tensor], own: str, tensor: torch.Ten
 
 def span_bytes(tensor: Laid) -> int:
     """Return the bytes from a tensor's first byte to the one behind its last, gaps included."""
+    if not all(tensor.shape):
+        return 0
     elements = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in elements)) * tensor.dtype.itemsize
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from flash_helpers.registry.problem import Element, Problem, Role, Tensor, option
+from flash_helpers.registry.problem import Constant, Element, Problem, Role, Tensor, option
 
 MAX_SCALE_EXPONENT = 126  # of two, over or under 1: a softmax scale is a normal number of float32
 # Batches and heads of a call from C: with any length, 64 bits count its tiles.
@@ -41,6 +41,7 @@ class AttentionForward(Problem):
         {**dict.fromkeys("qkvo", _AXES), "lse": ("batch", "heads", "seq")}
     )
     optional: ClassVar[frozenset[str]] = frozenset({"lse"})
+    elements: ClassVar[tuple[Element, ...]] = (Element.FP16, Element.BF16)
 
     batch: int = option("batch size", most=MAX_EXPORTED)
     heads: int = option("heads of Q", most=MAX_EXPORTED)
@@ -115,13 +116,48 @@ class AttentionForward(Problem):
         softmax_scale: float | None = None,
     ) -> AttentionForward:
         """Return the problem of q, k and v, and of o and lse where they are given."""
+        cls._fitting(shapes)
         for name in ("q", "k"):
             for axis, size in zip(_AXES, shapes[name], strict=True):
                 if size == 0:
                     raise ValueError(
-                        f"{name} has {axis} 0, shape {shapes[name]}: attention over nothing has no "
-                        "value, every size must be at least 1"
+                        f"{name} has {axis} 0, shape {shapes[name]}, and a kernel needs at least "
+                        "1: attention() and forward() compute this without a kernel"
                     )
+        batch, len_q, heads, d_head = shapes["q"]
+        _, len_k, kv_heads, _ = shapes["k"]
+        return cls(
+            *(batch, heads, len_q, d_head, dtype),
+            len_k=len_k,
+            kv_heads=kv_heads,
+            causal=causal,
+            softmax_scale=1 / math.sqrt(d_head) if softmax_scale is None else softmax_scale,
+            return_lse="lse" in shapes,
+        )
+
+    @classmethod
+    def constant(
+        cls, shapes: Mapping[str, tuple[int, ...]], dtype: Element, **options: Any
+    ) -> Constant | None:
+        """Return the outputs without a kernel: no elements if there is no batch, head or query; 0
+        and an LSE of -infinity if there is no key."""
+        if {"q", "k"} - shapes.keys() or (all(shapes["q"][:-1]) and shapes["k"][1]):
+            return None
+        found = {"q": shapes["q"], **cls._fitting(shapes)}
+        # refuses wrong options, and knows the tensors' elements and roles
+        alike = {name: (1,) * (len(x) - 1) + x[-1:] for name, x in found.items()}
+        alike["lse"] = (1, 1, 1)
+        problem = cls.posed({name: alike[name] for name in shapes}, dtype, **options)
+        tensors = tuple(replace(x, shape=found[x.name]) for x in problem.tensors)
+        return Constant(tensors, {"o": 0.0, "lse": -math.inf})
+
+    @classmethod
+    def _fitting(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors but q.
+
+        Raises ValueError for a shape that does not fit, for a d_head of 0, and for heads of Q if K
+        and V have none.
+        """
         batch, len_q, heads, d_head = shapes["q"]
         _, len_k, kv_heads, _ = shapes["k"]
         fitting = {
@@ -136,14 +172,16 @@ class AttentionForward(Problem):
                     f"{name} has shape {shapes[name]} and {other} {shapes[other]}: {sizes} must be "
                     f"equal, {name} {wanted}"
                 )
-        return cls(
-            *(batch, heads, len_q, d_head, dtype),
-            len_k=len_k,
-            kv_heads=kv_heads,
-            causal=causal,
-            softmax_scale=1 / math.sqrt(d_head) if softmax_scale is None else softmax_scale,
-            return_lse="lse" in shapes,
-        )
+        if d_head == 0:
+            raise ValueError(
+                f"q has d_head 0, shape {shapes['q']}: without it there are no logits; use at "
+                "least 1"
+            )
+        if heads and not kv_heads:
+            raise ValueError(
+                f"k has heads 0, shape {shapes['k']}, and q has {heads}: use a divisor of {heads}"
+            )
+        return {name: wanted for name, (_, _, wanted) in fitting.items()}
 
     def call_options(self) -> dict[str, Any]:
         """Return the scale; a mask is compiled into the kernel."""
