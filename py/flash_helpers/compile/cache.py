@@ -131,12 +131,15 @@ class Cache:
 
     `prebuilt`: the package's folder, which is read and never written. Its entries count whichever
     compiler made them. A folder that cannot be written is replaced by a temporary one for the rest
-    of the process, with a warning.
+    of the process, with a warning, unless it `is_required`.
     """
 
-    def __init__(self, folder: Path, prebuilt: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, prebuilt: Path | None = None, *, is_required: bool = False
+    ) -> None:
         self.folder = folder
         self._prebuilt = prebuilt
+        self._is_required = is_required
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._falling_back = threading.Lock()
 
@@ -212,12 +215,18 @@ class Cache:
     def fall_back(self, folder: Path, error: OSError) -> None:
         """Make entries in a temporary folder from now on, since `folder` cannot be written.
 
-        Raises BuildError if `folder` is the temporary one already, or none can be made.
+        Raises BuildError if `folder` is required or is the temporary one already, and if none can
+        be made.
         """
+        why = error.strerror or error
+        if self._is_required:
+            raise BuildError(
+                f"{folder} cannot be filled ({why}): make room there, or let it be written"
+            ) from error
         with self._falling_back:
             if folder != self.writable:
                 return  # another thread was faster
-            said = f"the cache {folder} cannot be used ({error.strerror or error})"
+            said = f"the cache {folder} cannot be used ({why})"
             way_out = f"set {FOLDER_VARIABLE} to a folder that can be written"
             try:
                 if self._temporary is not None:
