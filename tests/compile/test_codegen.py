@@ -15,15 +15,12 @@ import pytest
 from family_headers import copy_family_headers
 
 from flash_helpers.compile.codegen import (
-    LOCAL_CONFIGS,
-    committed_configs,
     generated_files,
     kernel_function,
     kernel_map_header,
     kernel_unit,
     library_configs,
     listed_configs,
-    mapped_configs,
     read_config_file,
 )
 from flash_helpers.kernel_configs import (
@@ -37,8 +34,8 @@ from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.overlap import OVERLAP
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMITTED = committed_configs(ROOT)
-MAPPED = mapped_configs(ROOT)
+COMMITTED = listed_configs(ROOT)
+MAPPED = library_configs(ROOT)
 OWN = [config for config in MAPPED if config.family is AMPERE]
 HEADER = kernel_map_header(AMPERE, MAPPED)
 EXTRA = next(
@@ -65,7 +62,6 @@ def tree(tmp_path, root) -> Path:
     for name in ("src/include", "configs"):
         shutil.copytree(root / name, tmp_path / name)
     copy_family_headers(root, tmp_path)
-    (tmp_path / LOCAL_CONFIGS).unlink(missing_ok=True)
     return tmp_path
 
 
@@ -115,30 +111,28 @@ class TestUnit:
 
 
 class TestListOfConfigs:
-    def test_is_the_registrys_the_winners_and_the_users_own(self, tree):
-        assert set(get_listed_configs()) <= set(COMMITTED)
-        assert committed_configs(tree) == listed_configs(tree) == COMMITTED
-        (tree / LOCAL_CONFIGS).write_text(json.dumps([EXTRA.short_form()]))
-        assert committed_configs(tree) == COMMITTED
+    def test_is_the_registrys_and_the_winners(self, tree):
+        winners = {c for path in (tree / "configs").glob("best_*") for c in read_config_file(path)}
+        assert {*get_listed_configs()} | winners <= {*COMMITTED}
+        assert listed_configs(tree) == COMMITTED == sorted({*COMMITTED})
+        (tree / "configs/best_toy.json").write_text(json.dumps([EXTRA.short_form()]))
         assert listed_configs(tree) == sorted({*COMMITTED, *EXTRA.siblings()})
 
     def test_of_the_library_is_the_part_that_is_of_its_families(self, tree):
-        assert library_configs(tree) == MAPPED
         assert {config.family.name for config in MAPPED} == {"ampere", "overlap"}
         fixed = {*AMPERE.progression(), *OVERLAP.progression()}
         winners = {c for path in (tree / "configs").glob("best_*") for c in read_config_file(path)}
         assert fixed < {*MAPPED} >= {config for config in winners if config.family.in_library}
         h1 = HOPPER.progression()[0]
-        (tree / LOCAL_CONFIGS).write_text(json.dumps([EXTRA.short_form(), h1.short_form()]))
+        (tree / "configs/best_toy.json").write_text(
+            json.dumps([EXTRA.short_form(), h1.short_form()])
+        )
         assert library_configs(tree) == sorted({*MAPPED, *EXTRA.siblings()})
 
     def test_of_a_file_that_is_none_names_it(self, tree):
-        (tree / LOCAL_CONFIGS).write_text("[3]")
-        with pytest.raises(ValueError, match=r"local\.json: config 0: 3 is neither"):
+        (tree / "configs/best_toy.json").write_text("[3]")
+        with pytest.raises(ValueError, match=r"best_toy\.json: config 0: 3 is neither"):
             listed_configs(tree)
-
-    def test_of_the_user_is_ignored_by_git(self, root):
-        assert f"/{LOCAL_CONFIGS}" in (root / ".gitignore").read_text().splitlines()
 
 
 class TestCommand:
@@ -184,32 +178,10 @@ class TestCommand:
         assert result.returncode == 2
         assert "no struct FlashForwardKernelConfig with // fields:begin" in result.stderr
 
-    @pytest.mark.parametrize("as_item", [lambda c: c.short_form(), lambda c: c.to_dict()])
-    def test_configs_are_kept_for_this_checkout_and_leave_the_maps_alone(
-        self, tree, generate, as_item
-    ):
-        asked, second = tree / "asked.json", tree / "second.json"
-        asked.write_text(json.dumps([as_item(EXTRA)]))
-        second.write_text(json.dumps([as_item(EXTRA), as_item(COMMITTED[0])]))
-        result = generate("--root", tree, "--configs", asked)
-        assert result.returncode == 0, result.stderr
-        assert "configs/local.json: 1 configs" in result.stdout
-        assert (tree / AMPERE.map_header).read_text() == HEADER
-        assert generate("--root", tree, "--configs", second).returncode == 0
-        kept = json.loads((tree / LOCAL_CONFIGS).read_text())
-        assert kept == [c.short_form() for c in sorted([EXTRA, COMMITTED[0]])]
-        assert set(listed_configs(tree)) == {*COMMITTED, *EXTRA.siblings()}
-
-    @pytest.mark.parametrize("content", ["[", '["v99"]', "{}", None])
-    def test_configs_that_cannot_be_read_are_wrong_usage(self, tree, generate, content):
-        configs = tree / "asked.json"
-        if content is not None:
-            configs.write_text(content)
-        result = generate("--configs", configs, "--root", tree)
+    @pytest.mark.parametrize("content", ["[", '["v99"]', "{}"])
+    def test_a_file_of_configs_that_cannot_be_read_is_bad_input(self, tree, generate, content):
+        winners = tree / "configs/best_toy.json"
+        winners.write_text(content)
+        result = generate("--root", tree)
         assert result.returncode == 2
-        assert str(configs) in result.stderr
-        assert "Traceback" not in result.stderr
-        assert not (tree / LOCAL_CONFIGS).exists()
-
-    def test_check_and_configs_do_not_go_together(self, generate, tmp_path):
-        assert generate("--check", "--configs", tmp_path / "x.json").returncode == 2
+        assert str(winners) in result.stderr and "Traceback" not in result.stderr

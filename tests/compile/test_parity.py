@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from both_compilers import Result, compile_unit, compiler_called
 from normal_ptx import normal_ptx
-from tiers import committed_configs, matrix_mark
+from tiers import listed_configs, matrix_mark
 
 from flash_helpers.compile.codegen import families_in_library, kernel_unit
 from flash_helpers.compile.ptxas import parse_ptxas_log
@@ -78,7 +78,7 @@ def first_tier(config: Config) -> bool:
             marks=() if first_tier(config) else matrix_mark(config),
             id=config.short_form(),
         )
-        for config in committed_configs(ROOT)
+        for config in listed_configs(ROOT)
     ],
 )
 def test_a_kernel_is_the_same_by_both_compilers(config: Config, tmp_path: Path) -> None:

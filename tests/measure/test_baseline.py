@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attention_configs import attention_progression
 
-from flash_helpers.compile.codegen import committed_configs
+from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
 from flash_helpers.kernel_configs import (
@@ -90,7 +90,7 @@ class TestCommitted:
     def test_holds_every_kernel_that_is_built_for_every_architecture(self, root) -> None:
         wanted = {
             (config.short_form(), f"sm_{architecture}")
-            for config in committed_configs(root)
+            for config in listed_configs(root)
             for architecture in config.family.targets_for(DEFAULT_ARCHITECTURES)
         }
         figures = committed(root).figures

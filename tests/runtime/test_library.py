@@ -64,7 +64,7 @@ def c_library() -> ctypes.CDLL:
 
 
 class TestKernels:
-    def test_are_those_of_the_registry_the_winners_and_the_users_own(self, root):
+    def test_are_those_of_the_registry_and_the_winners(self, root):
         assert listed_configs(root) == LISTED
 
     def test_of_the_families_in_the_library_are_built_and_current(self):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.compile.codegen import committed_configs
+from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.console.files import write_if_different
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import Config
@@ -123,7 +123,7 @@ def family_digest(family: Family[Any], tests: Iterable[Path], root: Path = ROOT)
 
     Raises OSError where a kernel of the committed maps is not built.
     """
-    configs = [config for config in committed_configs(root) if config.family is family]
+    configs = [config for config in listed_configs(root) if config.family is family]
     texts = {
         name: ptx_path(config, function).read_text()
         for config in configs

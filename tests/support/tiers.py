@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER, committed_configs
+from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER, listed_configs
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, Element, config_from_short_form
 from flash_helpers.registry.family import Family
 from flash_helpers.registry.operation import Operation
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def committed(operation: Operation) -> list[Config]:
     """Return an operation's configs in the committed maps: the registry's, and the winners of
     sweeps."""
-    return [c for c in committed_configs(ROOT) if c.family.operation is operation]
+    return [c for c in listed_configs(ROOT) if c.family.operation is operation]
 
 
 def fastest_configs(family: Family[Any], folder: Path = ROOT / CONFIG_FOLDER) -> list[Config]:

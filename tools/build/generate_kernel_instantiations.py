@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write the files that are generated from the registry: the maps from config to kernel, the fields
-of the configs' C++ structs, and the list of configs of this checkout alone."""
+"""Write the files that are generated from the registry: the maps from config to kernel, and the
+fields of the configs' C++ structs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "py"))
 
 from flash_helpers.compile.codegen import (  # noqa: E402
-    BEST_PATTERN,
-    CONFIG_FOLDER,
     GENERATOR,
-    LOCAL_CONFIGS,
     generated_files,
-    local_configs_text,
-    mapped_configs,
-    read_config_file,
+    library_configs,
 )
 from flash_helpers.console.command_line import make_parser, print_text, run_tool  # noqa: E402
 from flash_helpers.console.files import text_diff, write_if_different  # noqa: E402
@@ -34,11 +29,6 @@ examples:
     python {GENERATOR}
   are the committed files up to date? (exit 1 and a diff if not)
     python {GENERATOR} --check
-  list further configs in this checkout, from a JSON list of short forms or of config fields, for
-  the tools that take all listed kernels:
-    python {GENERATOR} --configs mine.json
-  list them no more:
-    rm {LOCAL_CONFIGS}
 
 exit status: 0 done, 1 --check found something stale, 2 wrong usage or bad input
 """
@@ -53,40 +43,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="write nothing; print a diff and exit 1 if a committed file is stale",
     )
     parser.add_argument(
-        "--configs",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="JSON files of configs to list besides those of the registry and of "
-        f"{CONFIG_FOLDER}/{BEST_PATTERN}; they are kept in {LOCAL_CONFIGS}, which git ignores",
-    )
-    parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
     )
-    arguments = parser.parse_args(argv)
-    if arguments.check and arguments.configs:
-        parser.error("--check compares the committed files: leave --configs out")
-    return arguments
-
-
-def add_local(root: Path, files: Iterable[Path]) -> None:
-    """Add the configs of files to the list of this checkout. Raises OSError, ValueError."""
-    local = root / LOCAL_CONFIGS
-    known = read_config_file(local) if local.is_file() else []
-    added = [config for path in files for config in read_config_file(path)]
-    write_if_different(local, local_configs_text([*known, *added]))
-    print(f"{LOCAL_CONFIGS}: {len({*known, *added})} configs, which are listed from now on")
+    return parser.parse_args(argv)
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write or check; returns the exit status. Raises OSError and ValueError."""
     root = arguments.root
-    if arguments.configs:
-        add_local(root, arguments.configs)
-    configs = mapped_configs(root)
     stale = False
-    for name, (old, new) in generated_files(root, configs).items():
+    for name, (old, new) in generated_files(root, library_configs(root)).items():
         if not arguments.check:
             written = write_if_different(root / name, new)
             print(f"{name}{' written' if written else ' is up to date'}")

@@ -372,9 +372,8 @@ def _listed() -> frozenset[Config]:
 
 
 def kernels() -> list[Config]:
-    """Return the configs of the registry, the fastest that sweeps have found, those that the user
-    of this checkout has added, and registered ones, sorted. Any other valid config can be called,
-    too.
+    """Return the configs of the registry, the fastest that sweeps have found, and registered ones,
+    sorted. Any other valid config can be called, too.
 
     Raises RuntimeError if the package is not installed.
     """
