@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,30 @@ def nvrtc(version: tuple[int, int], library: Path = Path("libnvrtc.so")) -> Nvrt
     return NvrtcCompiler(name, version, name, ARCHITECTURES, library)
 
 
+class Loaded:
+    """Stands in for a library of NVRTC that is loaded; counts them."""
+
+    count = 0
+    release = (13, 0)
+
+    def __init__(self, path: Path) -> None:
+        type(self).count += 1
+
+    def version(self) -> tuple[int, int]:
+        return self.release
+
+    def build(self) -> str:
+        return f"{self.release[0]}.{self.release[1]}.89 CL-31833905"
+
+    def architectures(self) -> frozenset[int]:
+        return ARCHITECTURES
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A machine with nothing on it: its places, and a function that makes files in them."""
 
-    def describe(library: Path) -> NvrtcCompiler:
+    def describe(library: Path, memory: Path | None) -> NvrtcCompiler:
         if text := library.read_text():
             raise BuildError(f"{library.name} {text}")
         return nvrtc((int(library.suffix[1:]), 0), library)
@@ -138,20 +158,59 @@ def test_a_file_that_is_no_nvrtc_is_named(tmp_path: Path) -> None:
 
 
 def test_an_nvrtc_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        def __init__(self, path: Path) -> None: ...
-        def version(self) -> tuple[int, int]:
-            return (11, 8)
-
-        def build(self) -> str:
-            return "11.8.89 CL-31833905"
-
-        def architectures(self) -> frozenset[int]:
-            return frozenset({80, 90})
+    class Old(Loaded):
+        release = (11, 8)
 
     monkeypatch.setattr(compilers.nvrtc, "Nvrtc", Old)
     with pytest.raises(BuildError, match=r"is NVRTC 11\.8 .* need 12\.4 or later: .*-cu11<12'"):
         compilers.describe_nvrtc(Path("libnvrtc.so"))
+
+
+class TestMemory:
+    """Facts of a library that are kept between processes."""
+
+    @pytest.fixture
+    def library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(compilers.nvrtc, "Nvrtc", Loaded)
+        monkeypatch.setattr(Loaded, "count", 0)
+        (tmp_path / "libnvrtc.so.13").write_text("a library")
+        return tmp_path / "libnvrtc.so.13"
+
+    @pytest.fixture
+    def memory(self, tmp_path: Path) -> Path:
+        return tmp_path / "cache/compilers.json"
+
+    def test_saves_loading_it(self, library, memory) -> None:
+        found = [compilers.describe_nvrtc(library, memory) for _ in range(3)]
+        assert Loaded.count == 1
+        assert found[0] == found[1] == found[2] == compilers.describe_nvrtc(library)
+        assert found[1].identity.startswith("NVRTC 13.0.89 CL-31833905 ")
+
+    @pytest.mark.parametrize("spoil", ["the library", "the memory", "its form", "its place"])
+    def test_is_not_trusted_after_a_change(self, library, memory, spoil) -> None:
+        first = compilers.describe_nvrtc(library, memory)
+        if spoil == "the library":
+            library.write_text("an update")  # of the same size
+        elif spoil == "its place":
+            library = library.rename(library.with_name("libnvrtc.so.13.0"))
+        else:
+            text = memory.read_text()
+            memory.write_text(text[:-9] if spoil == "the memory" else "[3]")
+        found = [compilers.describe_nvrtc(library, memory) for _ in range(2)]
+        assert Loaded.count == 2
+        assert replace(found[1], library=first.library) == first
+
+    def test_that_cannot_be_written_is_done_without(self, library, tmp_path) -> None:
+        (tmp_path / "cache").write_text("a file")
+        for _ in range(2):
+            compilers.describe_nvrtc(library, tmp_path / "cache/compilers.json")
+        assert Loaded.count == 2
+
+    def test_forgets_libraries_that_are_gone(self, library, memory, tmp_path) -> None:
+        compilers.describe_nvrtc(library, memory)
+        moved = library.rename(tmp_path / "libnvrtc.so")
+        compilers.describe_nvrtc(moved, memory)
+        assert [*json.loads(memory.read_text())] == [str(moved)]
 
 
 class TestTargets:

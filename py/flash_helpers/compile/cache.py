@@ -36,6 +36,7 @@ from flash_helpers.console.files import user_cache
 FORMAT = 1  # raise it when an entry of an older version would be read wrongly
 FOLDER_VARIABLE = "FLASH_ATTENTION_CACHE_DIR"
 
+COMPILERS = "compilers.json"  # beside the entries: facts of compilers, for `nvrtc_facts`
 PTX, CUBIN, LOG, MANIFEST = "kernel.ptx", "kernel.cubin", "kernel.log", "manifest.json"
 _ENTRY_NAME = re.compile(r"(\w+)-((?:sm|compute)_\w+)-[0-9a-f]{16}")
 _CLAIM = ".compiling-"  # before the name of an entry that is being made

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from flash_helpers.compile import nvrtc
 from flash_helpers.compile.driver_version import driver_cuda, newer_than_driver
+from flash_helpers.compile.nvrtc_facts import nvrtc_facts
 from flash_helpers.compile.toolchain import (
     DEFAULT_CUDA_HOME,
     LOWEST_CUDA,
@@ -177,7 +178,8 @@ class Places:
 
     `maps`: lists the files that this process has mapped. `packages`: folders of installed packages.
     `toolkit`: the folder of a CUDA toolkit that nothing else names. `driver`: the newest CUDA
-    release that the driver knows; None without one.
+    release that the driver knows; None without one. `memory`: file that keeps facts of libraries
+    between processes, which saves loading them.
     """
 
     maps: Path = Path("/proc/self/maps")
@@ -186,6 +188,7 @@ class Places:
     )
     toolkit: Path = DEFAULT_CUDA_HOME
     driver: tuple[int, int] | None = field(default_factory=driver_cuda)
+    memory: Path | None = None
 
 
 def find_compiler(
@@ -214,7 +217,7 @@ def _find_compiler(environ: Mapping[str, str], places: Places) -> Compiler:
     libraries = dict.fromkeys(_libraries(environ, places))
     for library in sorted(libraries, key=lambda library: _major(library) > newest):
         try:
-            return describe_nvrtc(library)
+            return describe_nvrtc(library, places.memory)
         except BuildError as error:
             refused[library] = str(error)
     if find_nvcc(environ, places.toolkit) is not None:
@@ -226,22 +229,24 @@ def _find_compiler(environ: Mapping[str, str], places: Places) -> Compiler:
     )
 
 
-def describe_nvrtc(library: Path) -> NvrtcCompiler:
-    """The compiler of a library of NVRTC. Raises BuildError if it cannot be used, or is too old."""
+def describe_nvrtc(library: Path, memory: Path | None = None) -> NvrtcCompiler:
+    """The compiler of a library of NVRTC, which is loaded if `memory` does not know it.
+
+    Raises BuildError if it cannot be used, or is too old.
+    """
     try:
-        loaded = nvrtc.Nvrtc(library)
-        version, build = loaded.version(), loaded.build()
-        architectures = loaded.architectures()
+        found = nvrtc_facts(library, memory)
     except nvrtc.NvrtcError as error:
         raise BuildError(str(error)) from error
+    version = found.version
     if version < LOWEST_CUDA:
         raise BuildError(
             f"{library} is NVRTC {version[0]}.{version[1]} and the kernels need "
             f"{LOWEST_CUDA[0]}.{LOWEST_CUDA[1]} or later: {how_to_get_nvrtc(version[0])}"
         )
-    number, _, _ = build.partition(" ")
-    identity = f"NVRTC {build} {_way_of_compiling()}"
-    return NvrtcCompiler(f"NVRTC {number}", version, identity, architectures, library)
+    number, _, _ = found.build.partition(" ")
+    identity = f"NVRTC {found.build} {_way_of_compiling()}"
+    return NvrtcCompiler(f"NVRTC {number}", version, identity, found.architectures, library)
 
 
 def _way_of_compiling() -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from flash_helpers.compile.build import requested_jobs
 from flash_helpers.compile.cache import (
+    COMPILERS,
     CUBIN,
     FOLDER_VARIABLE,
     LOG,
@@ -34,7 +35,7 @@ from flash_helpers.compile.cache import (
     require_room,
 )
 from flash_helpers.compile.codegen import kernel_unit
-from flash_helpers.compile.compilers import Compiler, check_target, find_compiler
+from flash_helpers.compile.compilers import Compiler, Places, check_target, find_compiler
 from flash_helpers.compile.package import COMPILED_FOLDER, package_folder, sources_root
 from flash_helpers.compile.processes import Programs
 from flash_helpers.compile.ptxas import (
@@ -307,7 +308,11 @@ def default_jit(environ: Mapping[str, str] = os.environ) -> Jit:
 @functools.lru_cache(maxsize=8)
 def _default_jit(package: Path, folder: str, jobs: int, debug: bool, verbose: bool) -> Jit:
     cache = Cache(Path(folder).absolute() if folder else cache_folder(), package / COMPILED_FOLDER)
-    return Jit(sources_root(package), cache, find_compiler, jobs, debug=debug, verbose=verbose)
+
+    def find() -> Compiler:
+        return find_compiler(places=Places(memory=cache.folder / COMPILERS))
+
+    return Jit(sources_root(package), cache, find, jobs, debug=debug, verbose=verbose)
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:
