@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from sass_text import guard_text
 
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read import disassembler
 from flash_helpers.sass.read.cache import (
     DisassemblyCache,
@@ -326,7 +326,7 @@ class TestFiles:
 
     def test_a_library_that_is_cut_off_is_told_from_one_without_device_code(self, tmp_path) -> None:
         cut = tmp_path / "cut.so"
-        cut.write_bytes(installed_library().read_bytes()[:3000])
+        cut.write_bytes(library_path().read_bytes()[:3000])
         with pytest.raises(SassError, match=r"cut\.so is truncated"):
             list_kernels(cut)
 

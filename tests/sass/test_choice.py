@@ -6,8 +6,9 @@ import pytest
 from sass_text import DEFAULT
 
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.machine_code import installed_library, kernel_names
+from flash_helpers.measure.machine_code import kernel_names
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.choice import (
     choose,
     identifiers,
@@ -97,7 +98,7 @@ class TestMatching:
         assert matching(["vec_add", "vec_mul"], "add") == ["vec_add"]
 
     def test_finds_each_kernel_of_the_library_by_its_short_form(self) -> None:
-        symbols = [symbol for _, symbol in list_kernels(installed_library(), DEFAULT)]
+        symbols = [symbol for _, symbol in list_kernels(library_path(), DEFAULT)]
         for config in AMPERE.progression():
             (symbol,) = matching(symbols, config.short_form())
             assert config.step.namespace in identifiers(symbol)

@@ -15,7 +15,8 @@ from fake_backend import load_tool, run_tool
 from sass_text import DEFAULT, needs
 
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.machine_code import installed_library, source_diff, with_sources
+from flash_helpers.measure.machine_code import source_diff, with_sources
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.records import Instruction
 from flash_helpers.sass.show.page import read_sources
 
@@ -193,7 +194,7 @@ class TestMixed:
         assert "HMMA" in last  # gone, and not "none"
 
     def test_a_kernel_of_this_library_in_a_file_is_known(self, capsys) -> None:
-        file = f"{installed_library()}#{library_kernel(9).symbol}"
+        file = f"{library_path()}#{library_kernel(9).symbol}"
         _, out, _ = run_tool(capsys, TOOL, "9", file, "--arch", DEFAULT, "--json")
         step, file = json.loads(out)["kernels"]
         assert file["warps_per_sm"] == step["warps_per_sm"]

@@ -13,8 +13,8 @@ import pytest
 from archives import archive, host_object
 from sass_text import ARCHITECTURES
 
-from flash_helpers.measure.machine_code import installed_library
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.containers import Member, MemberKind, cubins_of, members_of, ptx_of
 from flash_helpers.sass.read.cubin import read_cubin
 from flash_helpers.sass.read.reader import find_kernels, list_kernels, load_kernels
@@ -50,7 +50,7 @@ class TestKernelsIn:
             assert "LDG" in other - one  # `x[i] += 2` loads, `x[i] = 1` does not
 
     def test_the_installed_library(self) -> None:
-        there = list_kernels(installed_library())
+        there = list_kernels(library_path())
         numbers = [int(name.removeprefix("sm_")) for name in ARCHITECTURES]
         for config in AMPERE.progression():
             found = [name for name, symbol in there if config.short_form() + "EE" in symbol]

@@ -13,7 +13,8 @@ from fake_backend import ROOT, run_tool
 from sass_text import DEFAULT
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
-from flash_helpers.measure.machine_code import installed_library, readable_name
+from flash_helpers.measure.machine_code import readable_name
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.listing import parse_listing
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.extract import FileNames, graph_text, listing_text
@@ -200,7 +201,7 @@ class TestExtractSass:
     @pytest.mark.parametrize("step", ["v3", "3", "3..3"])
     def test_takes_steps_of_the_library(self, capsys, step) -> None:
         _, out, _ = run_tool(
-            capsys, SASS_TOOL, installed_library(), "--list", "--arch", DEFAULT, "--kernel", step
+            capsys, SASS_TOOL, library_path(), "--list", "--arch", DEFAULT, "--kernel", step
         )
         named = {line.split()[-1] for line in out.splitlines()}
         assert named >= {

@@ -12,8 +12,8 @@ import pytest
 from fake_backend import ROOT, load_tool
 from sass_text import ARCHITECTURES
 
-from flash_helpers.measure.machine_code import installed_library
 from flash_helpers.measure.sass_commands import command_line, extract
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.show import clean_listing, listing_counts
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def test_an_example_runs(tool: str, command: str, tmp_path: Path) -> None:
             pytest.skip(f"the library is not built for {architecture}")
     for name in ("tools", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "flash_attention").symlink_to(installed_library().parent)
+    (tmp_path / "flash_attention").symlink_to(library_path().parent)
     # of a picture, only what is drawn
     command = command.replace("| dot -Tsvg", "| cat")
     python = Path(sys.executable).parent

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from sass_text import DEFAULT, WITH_TENSOR
 
-from flash_helpers.measure.machine_code import installed_library, own_kernels
+from flash_helpers.measure.machine_code import own_kernels
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.cubin import Cubin, read_cubin
 from flash_helpers.sass.read.elf import Section
@@ -90,7 +91,7 @@ class TestPlanted:
 
 
 def test_lines_of_the_library_are_those_of_nvdisasm(nvdisasm, tmp_path: Path) -> None:
-    members = cubins_of(installed_library())
+    members = cubins_of(library_path())
     member = next(m for m in members if "v16_bf16" in m.origin and m.architecture == DEFAULT)
     cubin, path = member.cubin(), tmp_path / member.name
     path.write_bytes(member.read())

@@ -10,7 +10,7 @@ from archives import archive
 from fake_backend import run_tool
 from sass_text import DEFAULT
 
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.choice import KernelPath, members_named
 from flash_helpers.sass.read.reader import find_kernels, load_kernel, load_kernels
 from flash_helpers.sass.read.records import SassError
@@ -159,6 +159,6 @@ class TestTools:
         assert "is a text, which has no member 'x'" in capsys.readouterr().err
 
     def test_of_a_step_in_the_library(self, capsys) -> None:
-        name = f"{installed_library()}#v3_bf16_d128_Br64"
+        name = f"{library_path()}#v3_bf16_d128_Br64"
         text = printed(capsys, EXTRACT, name, "--arch", DEFAULT, "--list")
         assert len(text.splitlines()) == 1

@@ -9,9 +9,10 @@ import pytest
 from fake_backend import run_tool
 from sass_text import DEFAULT, of_version
 
-from flash_helpers.measure.machine_code import installed_library, own_ptx
+from flash_helpers.measure.machine_code import own_ptx
 from flash_helpers.ptx import read_ptx
 from flash_helpers.ptx.read.flow import Phase, build_program
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.analyse.counts import WORK, buckets
 from flash_helpers.sass.analyse.ptx_links import (
     KernelPtx,
@@ -201,7 +202,7 @@ class TestEmbedded:
 class TestCommand:
     @pytest.fixture
     def file(self) -> list[str]:
-        return [str(installed_library()), "--arch", DEFAULT, "--kernel", V9.short_form()]
+        return [str(library_path()), "--arch", DEFAULT, "--kernel", V9.short_form()]
 
     @pytest.fixture
     def mma(self, ptx) -> str:
@@ -225,7 +226,7 @@ class TestCommand:
     def test_prints_the_fan_out_of_a_short_form(self, capsys, mma) -> None:
         """The short form of version 16 without a static stride begins that with one."""
         name = "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
-        arguments = [str(installed_library()), "--arch", DEFAULT, "--kernel", name, "--fan-out"]
+        arguments = [str(library_path()), "--arch", DEFAULT, "--kernel", name, "--fan-out"]
         status, out, _ = run_tool(capsys, TOOL, *arguments, "-n")
         assert status == 0
         assert "[became several]" in out and "[vanished, or was merged into another]" in out

@@ -14,8 +14,9 @@ import flash_helpers.sass.read.reader as reader
 from flash_helpers.compile.codegen import library_configs
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
-from flash_helpers.measure.machine_code import installed_library, own_kernels
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache
 from flash_helpers.sass.read.containers import cubins_of, members_of
@@ -322,7 +323,7 @@ class TestMerging:
         ]
 
     def test_of_the_library_changes_nothing(self, tmp_path: Path) -> None:
-        members = cubins_of(installed_library())
+        members = cubins_of(library_path())
         requests = [
             Request(member, cubin, kernel)
             for member in members

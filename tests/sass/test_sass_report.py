@@ -14,11 +14,11 @@ from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
 from flash_helpers.measure.machine_code import (
     config_facts,
-    installed_library,
     own_kernels,
     predict_config,
 )
 from flash_helpers.measure.results import load_results
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.analyse.bound import Chip, Launch, predict
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import NotDeterminedError
@@ -339,8 +339,8 @@ def test_one_command_reports_a_version(capsys):
 
 
 def test_a_file_is_reported_like_a_version(capsys):
-    library = str(installed_library())
-    _, symbol = next(k for k in list_kernels(installed_library()) if "v3_bf16" in k[1])
+    library = str(library_path())
+    _, symbol = next(k for k in list_kernels(library_path()) if "v3_bf16" in k[1])
     assert tool(library, "--kernel", "v3_bf16", "--arch", DEFAULT, "--json") == 0
     of_file = json.loads(capsys.readouterr().out)
     assert of_file["symbol"] == symbol

@@ -9,7 +9,7 @@ import pytest
 from fake_backend import load_tool
 from sass_text import ARCHITECTURES, DEFAULT
 
-from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.show import listing_counts
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ BEFORE, AFTER = (f"{OWN}/row_softmax{fixed}.sm_90.cubin" for fixed in ("", "_fix
 PLANTED = "tests/sass/kernels"
 DISPATCH = f"{PLANTED}/dispatch.sm_90a.cubin#limits"
 SEVERAL, ONE = f"{PLANTED}/several.sm_90.cubin", f"{PLANTED}/libone.so"
-LIBRARY = str(installed_library())
+LIBRARY = str(library_path())
 V3 = (LIBRARY, "--kernel", "v3_bf16")
 
 Main = Callable[[Sequence[str]], int]

@@ -48,14 +48,6 @@ _FOLDED = "vN"
 # -- the library's kernels -------------------------------------------------------------------------
 
 
-def installed_library() -> Path:
-    """Path of the kernel library. Raises SassError if it is absent."""
-    try:
-        return library.library_path()
-    except RuntimeError as error:
-        raise SassError(str(error)) from error
-
-
 def listed_configs(architecture: str) -> list[Config]:
     """Listed configs with kernels for an architecture such as "sm_90", sorted.
 
