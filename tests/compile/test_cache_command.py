@@ -99,6 +99,7 @@ def test_those_chosen_are_removed_and_nothing_else(filled, capsys, listed, optio
     (cache / "my-own-project").mkdir()
     killed = cache / ".compiling-kernel_a-sm_80-0123456789abcdef"
     killed.mkdir()
+    unit = Cache(cache).keep_unit(Unit("kernel_a", "// a\n"))
     if "--stale" in options:
         (filled[0] / "manifest.json").write_text("{}")
     month_ago = time.time() - 31 * 24 * 3600
@@ -107,7 +108,8 @@ def test_those_chosen_are_removed_and_nothing_else(filled, capsys, listed, optio
     assert cache_command.main(["--clear", *options]) == 0
     assert f"removed from {cache}: {2 - len(stay)} kernel" in capsys.readouterr().out
     assert [*listed()] == stay
-    assert (cache / "my-own-project").is_dir() and not killed.exists()
+    assert (cache / "my-own-project").is_dir()
+    assert not killed.exists() and not unit.exists()
 
 
 def test_removing_needs_no_compiler_unless_for_the_stale(filled, root, monkeypatch, capsys) -> None:

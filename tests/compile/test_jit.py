@@ -696,6 +696,19 @@ class TestWords:
         assert "fake_nvcc.py --first-use" in said
         assert "kernel_a for sm_90a: 0." in said and "Used 168 registers" in said
 
+    @pytest.mark.parametrize("text", ["// right\n", "FAIL\n"])
+    def test_a_command_can_be_run_again(
+        self, make, root, tmp_path, monkeypatch, capsys, text
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        (root / "kernels/a.cuh").write_text(text)
+        (outcome,) = make(verbose=True).each([UNIT], TARGET, 60)
+        command, _, *messages = capsys.readouterr().err.splitlines()
+        ended = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert (ended.returncode == 0) == (outcome.compiled is not None)
+        assert ended.stdout.splitlines()[-1].split()[-1] == messages[-1].split()[-1]
+        assert (tmp_path / "kernel.ptx").exists() == (outcome.compiled is not None)
+
 
 class TestDefault:
     """The Jit of this process."""

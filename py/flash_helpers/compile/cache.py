@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.compile.processes import Stopped
-from flash_helpers.compile.sources import digest
+from flash_helpers.compile.sources import Unit, digest
 from flash_helpers.compile.toolchain import BuildError
-from flash_helpers.console.files import user_cache
+from flash_helpers.console.files import user_cache, write_if_different
 
 FORMAT = 1  # raise it when an entry of an older version would be read wrongly
 FOLDER_VARIABLE = "FLASH_ATTENTION_CACHE_DIR"
@@ -41,6 +41,7 @@ PTX, CUBIN, LOG, MANIFEST = "kernel.ptx", "kernel.cubin", "kernel.log", "manifes
 _ENTRY_NAME = re.compile(r"(\w+)-((?:sm|compute)_\w+)-[0-9a-f]{16}")
 _CLAIM = ".compiling-"  # before the name of an entry that is being made
 _LOCK = "lock"
+_UNITS = "units"
 _WAIT_S = 0.02
 _ROOM_BYTES = 8 << 20  # more than all files of a kernel
 
@@ -212,6 +213,20 @@ class Cache:
             place.rename(scratch / "replaced")
         whole.rename(place)
         return Compiled(recipe.name, recipe.target, symbol, place)
+
+    def keep_unit(self, unit: Unit) -> Path:
+        """Write a unit's text beside the entries, for a user who compiles it by hand; return its
+        file.
+
+        Raises OSError if the cache's folder cannot be written.
+        """
+        path = self.writable / _UNITS / f"{unit.name}.cu"
+        write_if_different(path, unit.text)
+        return path
+
+    def remove_units(self) -> None:
+        """Remove what `keep_unit` wrote."""
+        shutil.rmtree(self.folder / _UNITS, ignore_errors=True)
 
     def fall_back(self, folder: Path, error: OSError) -> None:
         """Make entries in a temporary folder from now on, since `folder` cannot be written.

@@ -104,6 +104,7 @@ def run(stale: bool, days: int, clear: bool, as_json: bool) -> None:
         for entry in entries:
             cache.remove(entry)
         cache.sweep()
+        cache.remove_units()
         print(f"removed from {cache.folder}: {size_text(entries)}")
     elif as_json:
         print_text(

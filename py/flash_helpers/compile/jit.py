@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -242,7 +243,7 @@ class Jit:
         log = log_file.read_text(errors="replace")
         if self.verbose:
             said = f"{unit.name} for {target}: {time.monotonic() - begin:.1f} s"
-            print(f"{shlex.join(command)}\n{said}\n{log.rstrip()}", file=sys.stderr)
+            print(f"{self._told(unit, target)}\n{said}\n{log.rstrip()}", file=sys.stderr)
 
         def failed(failure: str) -> Outcome:
             return Outcome(unit, target, None, failure, log)
@@ -261,6 +262,15 @@ class Jit:
         if len(symbols) != 1:
             return failed(f"the unit has {len(symbols)} kernels and should have one")
         return symbols[0]
+
+    def _told(self, unit: Unit, target: str) -> str:
+        """The command that compiles a unit, for a shell. Its files go to the temporary folder.
+
+        Raises OSError if the cache's folder cannot be written.
+        """
+        kept = self.cache.keep_unit(unit)
+        command = self.compiler.command(kept, target, Path(tempfile.gettempdir()), self.debug)
+        return f"cd {shlex.quote(str(self.root))} && {shlex.join(command)}"
 
     @contextlib.contextmanager
     def _progress(

@@ -14,7 +14,7 @@ from flash_helpers.console.files import write_if_different
 
 @dataclass(frozen=True)
 class Facts:
-    """What a library tells of itself. `version`: CUDA release. `build`: version and number of the
+    """Description of a library by itself. `version`: CUDA release. `build`: version and number of the
     build. `architectures`: compute capabilities times ten."""
 
     version: tuple[int, int]
