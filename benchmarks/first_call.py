@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash_helpers.compile.cache import FOLDER_VARIABLE
+from flash_helpers.compile.cache import FOLDER_VARIABLE, Cache
 from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
@@ -104,7 +104,7 @@ def measure_kernel(
     for _ in range(repetitions):
         with tempfile.TemporaryDirectory() as folder:
             first = measure(kernel, Path(folder))
-            is_compiled = any(Path(folder).iterdir())
+            is_compiled = bool(Cache(Path(folder)).entries())
             times.setdefault(EMPTY if is_compiled else LIBRARY, []).append(first)
             if is_compiled:
                 times.setdefault(FILLED, []).append(measure(kernel, Path(folder)))

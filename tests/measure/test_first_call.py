@@ -44,8 +44,9 @@ class TestProcesses:
         folders: list[Path] = []
 
         def measure(kernel: str, folder: Path) -> ProcessTimes:
-            is_filled = (folder / "entry").exists()
-            (folder / "entry").touch()
+            entry = folder / "h30-sm_90a-0123456789abcdef"
+            is_filled = entry.exists()
+            entry.mkdir(exist_ok=True)
             folders.append(folder)
             return times(100.0 if is_filled else 2000.0)
 
@@ -57,7 +58,11 @@ class TestProcesses:
         assert compiler == "NVRTC 13.0" and len(advanced) == 2
 
     def test_one_that_compiles_nothing_has_no_second(self, tool) -> None:
-        found, _ = tool.measure_kernel("v16", lambda *_: times(90.0), 3, lambda: None)
+        def measure(kernel: str, folder: Path) -> ProcessTimes:
+            (folder / "compilers.json").touch()  # it asked for the compiler's name
+            return times(90.0)
+
+        found, _ = tool.measure_kernel("v16", measure, 3, lambda: None)
         assert [(record.state, record.first_us) for record in found] == [(LIBRARY, (90.0,) * 3)]
 
     def test_have_no_setting_of_the_user(self, tool, monkeypatch, tmp_path) -> None:

@@ -14,8 +14,11 @@ from flash_helpers.console.files import write_if_different
 
 @dataclass(frozen=True)
 class Facts:
-    """Description of a library by itself. `version`: CUDA release. `build`: version and number of the
-    build. `architectures`: compute capabilities times ten."""
+    """Description of a library by itself.
+
+    `version`: CUDA release. `build`: version and number of the build. `architectures`: compute
+    capabilities times ten.
+    """
 
     version: tuple[int, int]
     build: str
