@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -43,6 +43,12 @@ _OTHER_KEYS = ~functools.reduce(
 )
 
 
+_NO_BACKWARD = (
+    "flash_attention has no backward pass: call it under torch.no_grad(), or on q.detach(), "
+    "k.detach() and v.detach()"
+)
+
+
 class _NoBackward(torch.autograd.Function):
     """A node of the autograd graph that refuses differentiation through it."""
 
@@ -52,12 +58,10 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(*_: Any) -> None:
-        raise RuntimeError(
-            "flash_attention has no backward pass: call it under torch.no_grad(), or on q.detach()"
-        )
+        raise RuntimeError(_NO_BACKWARD)
 
 
-def _refuse_transforms(args: tuple[Any, ...]) -> None:
+def _refuse_transforms(args: Sequence[Any]) -> None:
     """Refuse torch.func.grad and its like, which `_NoBackward` does not catch."""
     is_tracked = torch._C._functorch.is_gradtrackingtensor
     if any(is_tracked(arg) for arg in args if isinstance(arg, torch.Tensor)):
@@ -68,7 +72,7 @@ def _refuse_transforms(args: tuple[Any, ...]) -> None:
         )
 
 
-def _refuse_tangents(args: tuple[Any, ...]) -> None:
+def _refuse_tangents(args: Sequence[Any]) -> None:
     """Refuse forward-mode derivatives, which PyTorch would take for zero."""
     tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -79,12 +83,29 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
         )
 
 
+def _refuse_derivatives(function: str, *tensors: torch.Tensor | None) -> None:
+    """Refuse derivatives and transforms of a function that is no operator, which see nothing of
+    it."""
+    given = [x for x in tensors if x is not None]
+    _refuse_tangents(given)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        _refuse_transforms(given)
+        raise RuntimeError(_NO_BACKWARD)
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given):
+        raise RuntimeError(
+            f"{function}() is no operator and torch.func's transforms, such as vmap, cannot see "
+            "it: call attention() or forward()"
+        )
+
+
 def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     """Define the operator of a schema. function: computes on dense tensors. fake: makes the result
     without memory."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     operator = getattr(torch.ops.flash_attention, name).default
+    written = [argument.is_write for argument in operator._schema.arguments]
+    read = slice(written.index(True)) if any(written) else slice(None)
 
     def redispatch(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -93,8 +114,10 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     def at_autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args[read]):
             _refuse_transforms(args)
+            if any(written):
+                raise RuntimeError(f"{_NO_BACKWARD}; what is written into o or lse has no gradient")
             return _NoBackward.apply(redispatch, keys, *args)
         if keys.raw_repr() & _OTHER_KEYS:
             return redispatch(keys, *args)
@@ -388,7 +411,8 @@ def forward(
     kernel's PTX in the simulator (see `simulate`), which needs no GPU. For a large shape, stderr
     shows an estimate of the time and a progress bar. Tensors without elements are computed without
     a kernel, as by `attention`. There is no backward pass: differentiating through the result
-    raises RuntimeError.
+    raises RuntimeError,
+    and so do `o` and `lse` beside inputs that require grad, outside of torch.no_grad().
 
     Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument;
     RuntimeError on a device that is neither the CPU nor CUDA of compute
@@ -427,6 +451,7 @@ def forward_timed(
     """
     inputs = {"q": q, "k": k, "v": v}
     check_types(inputs if o is None else {**inputs, "o": o})
+    _refuse_derivatives("forward_timed", q, k, v)
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     _config(name)
     call = ready_call(name, q, k, v, o)
@@ -481,11 +506,7 @@ def run(
     if "softmax_scale" in options:
         options["softmax_scale"] = _scale(options["softmax_scale"])
     check_types(given)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        raise RuntimeError(
-            "flash_attention has no backward pass: call it under torch.no_grad(), or on "
-            f"{next(iter(given))}.detach()"
-        )
+    _refuse_derivatives("run", *given.values())
     call = ready_call(config, *tensors, **options)
     call.run()
     return call.outputs
@@ -543,6 +564,7 @@ def simulate(
     """
     outputs = {name: x for name, x in (("o", o), ("lse", lse)) if x is not None}
     check_types({"q": q, "k": k, "v": v, **outputs})
+    _refuse_derivatives("simulate", q, k, v)
     _check_flag("keep_going", keep_going)
     softmax_scale = _scale(softmax_scale)
     if q.device.type != "cpu":

@@ -293,57 +293,6 @@ class TestCompile:
         assert ran == []
 
 
-@either
-class TestGradient:
-    def test_is_refused_in_words(self, ran, function):
-        o = function(empty(*SMALL.shape).requires_grad_())
-        assert o.requires_grad
-        with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
-            o.sum().backward()
-
-    def test_is_refused_when_compiled(self, ran, function):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, backend="aot_eager")
-        with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
-            compiled(empty(*SMALL.shape).requires_grad_()).sum().backward()
-
-    def test_is_refused_to_function_transforms(self, ran, function):
-        q = empty(*SMALL.shape)
-        for ask in (
-            lambda: torch.func.grad(lambda q: function(q).sum())(q),
-            lambda: torch.func.vjp(function, q),
-            lambda: torch.func.jacrev(function)(q),
-            lambda: torch.vmap(torch.func.grad(lambda q: function(q).sum()))(q[None]),
-        ):
-            with pytest.raises(RuntimeError, match=r"no backward pass, and torch\.func\.grad, vjp"):
-                ask()
-        assert ran == []
-
-    def test_is_refused_in_forward_mode(self, ran, function):
-        q = empty(*SMALL.shape)
-        with pytest.raises(RuntimeError, match=r"no forward-mode derivative, and torch\.func\.jvp"):
-            torch.func.jvp(function, (q,), (q,))
-        with torch.autograd.forward_ad.dual_level():
-            with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-                function(torch.autograd.forward_ad.make_dual(q, q))
-            assert ran == []
-            function(q)
-        assert len(ran) == 1
-
-    def test_is_not_asked_of_detached_tensors_under_a_transform(self, ran, function):
-        q = torch.ones(SMALL.shape, dtype=torch.bfloat16)
-        found = torch.func.grad(lambda q: (function(q.detach()).detach() * 0 + q).sum())(q)
-        assert found.shape == q.shape and len(ran) == 1
-
-    def test_is_not_missed_without_grad_mode(self, ran, function):
-        q = empty(*SMALL.shape).requires_grad_()
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert not function(q).requires_grad
-        assert not function(torch.nn.Parameter(q.detach(), requires_grad=False)).requires_grad
-        assert len(ran) == 3
-
-
 class Operators(TorchDispatchMode):
     """Keeps the names of the operators that are called."""
 
@@ -392,12 +341,6 @@ def test_operators_are_what_torch_expects_of_one():
     torch.library.opcheck(operators.forward.default, (name, q, k, v, None))
     torch.library.opcheck(operators.forward_out.default, (name, q, k, v, o, None, None))
     torch.library.opcheck(operators.attention.default, (q, k, v, False, None))
-
-
-@either
-def test_vmap_runs_the_kernel_once_for_each(ran, function):
-    assert torch.vmap(function)(empty(2, *SMALL.shape)).shape == (2, *SMALL.shape)
-    assert ran == 2 * [CONFIG.general()]
 
 
 @pytest.mark.slow
