@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flash_helpers.console.command_line import (
-    add_commit_argument,
-    make_parser,
-    output_file,
-    positive,
-    run_tool,
-    typed_command,
-)
+from flash_helpers.console.command_line import make_parser, positive
 from flash_helpers.kernel_configs import AttentionForward, Element
 from flash_helpers.measure.call_overhead import (
     ADD_COMPILED,
@@ -35,9 +28,13 @@ from flash_helpers.measure.call_overhead import (
     Contender,
     measure_calls,
 )
-from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.command_line import (
+    add_results_arguments,
+    provenance_here,
+    run_measurement,
+)
 from flash_helpers.measure.results import CUDNN, FLASH
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import find_backend
 
 if TYPE_CHECKING:
     import torch
@@ -125,15 +122,8 @@ def contenders(device: torch.device) -> dict[str, Contender]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"file of the results (default: {RESULTS})",
-    )
+    add_results_arguments(parser, ROOT, RESULTS)
     parser.add_argument("--rounds", type=positive, default=100, metavar="N", help="(default: 100)")
-    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -149,7 +139,7 @@ def run(arguments: argparse.Namespace, command: str) -> None:
     finally:
         gc.enable()
     measured = CallOverhead(
-        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        provenance_here(backend, command, arguments, ROOT),
         PROBLEM.shape,
         PROBLEM.dtype.short,
         CALLS,
@@ -162,12 +152,7 @@ def run(arguments: argparse.Namespace, command: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("benchmarks/call_overhead.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, OSError),
-        interrupted="interrupted, nothing was written",
-    )
+    return run_measurement(run, arguments, "benchmarks/call_overhead.py", argv, OSError)
 
 
 if __name__ == "__main__":

@@ -29,18 +29,16 @@ from flash_helpers.compile.compilers import (
 from flash_helpers.compile.jit import Jit, units_of
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.compile.toolchain import BuildError
-from flash_helpers.console.command_line import (
-    add_commit_argument,
-    make_parser,
-    output_file,
-    positive,
-    run_tool,
-    typed_command,
-)
+from flash_helpers.console.command_line import make_parser, positive
 from flash_helpers.console.progress import bar, task
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, Element, Problem
 from flash_helpers.measure.code import cubin_code
+from flash_helpers.measure.command_line import (
+    add_results_arguments,
+    provenance_here,
+    run_measurement,
+)
 from flash_helpers.measure.compilers import (
     CompiledTwice,
     CompilerComparison,
@@ -49,7 +47,7 @@ from flash_helpers.measure.compilers import (
     timed_on,
     without_first_round,
 )
-from flash_helpers.measure.machine import GpuSensor, git_commit, provenance
+from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.results import BURST, LOADS, SUSTAINED, Load, Protocol, refuse_mixing
 from flash_helpers.registry.selection import (
     UsageError,
@@ -57,7 +55,7 @@ from flash_helpers.registry.selection import (
     parse_dtypes,
     select_kernels,
 )
-from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import Backend, find_backend
 from flash_helpers.tune.process import KernelFile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,14 +121,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=positive, default=7, metavar="N", help="rounds that are kept (default: 7)"
     )
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"file of the results (default: {RESULTS})",
-    )
-    add_commit_argument(parser)
+    add_results_arguments(parser, ROOT, RESULTS)
     return parser.parse_args(argv)
 
 
@@ -258,7 +249,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     Raises KernelsNotRun without a GPU, BuildError without a compiler, OSError and ValueError.
     """
     backend = find_backend("cuda")
-    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
+    found = provenance_here(backend, command, arguments, ROOT)
     if arguments.json.exists():
         before = CompilerComparison.load(arguments.json)
         refuse_mixing(arguments.json, before.provenance.gpu, found.gpu)
@@ -289,12 +280,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile and measure; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("benchmarks/compilers.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, OSError, ValueError),
-        interrupted="interrupted, nothing was written",
-    )
+    return run_measurement(run, arguments, "benchmarks/compilers.py", argv, OSError, ValueError)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ from flash_helpers.console.command_line import (
     make_parser,
     output_file,
     positive,
-    run_tool,
-    typed_command,
 )
 from flash_helpers.console.progress import bar
 from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Element
+from flash_helpers.measure.command_line import provenance_here, run_measurement
 from flash_helpers.measure.first_call import (
     CALLS,
     EMPTY,
@@ -36,8 +35,7 @@ from flash_helpers.measure.first_call import (
     FirstCalls,
     ProcessTimes,
 )
-from flash_helpers.measure.machine import git_commit, provenance
-from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import DEVICE_CHOICES, find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("first_call_process.py")
@@ -132,7 +130,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace, command: str) -> int:
     """Measure, print and write; returns the exit status. Raises KernelsNotRun and OSError."""
     backend = find_backend(arguments.device)
-    found_here = provenance(backend, command, arguments.commit or git_commit(ROOT))
+    found_here = provenance_here(backend, command, arguments, ROOT)
     families = {name: FAMILIES[STEPS[name].family] for name in STEPS_CALLED}
     fixed = [
         family.fixed_config(STEPS[name], PROBLEM.dtype)
@@ -168,12 +166,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("benchmarks/first_call.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, OSError),
-        interrupted="interrupted, nothing was written",
-    )
+    return run_measurement(run, arguments, "benchmarks/first_call.py", argv, OSError)
 
 
 if __name__ == "__main__":

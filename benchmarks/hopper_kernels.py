@@ -21,16 +21,14 @@ import numpy as np
 import torch
 from hopper_cases import CASES, WHOLE, Case, map_variants
 
-from flash_helpers.console.command_line import (
-    add_commit_argument,
-    make_parser,
-    output_file,
-    run_tool,
-    typed_command,
-)
+from flash_helpers.console.command_line import make_parser
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import Table
-from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.command_line import (
+    add_results_arguments,
+    provenance_here,
+    run_measurement,
+)
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.runtime.backend import Backend, KernelsNotRun
@@ -220,15 +218,8 @@ def count(profiler: NsightCompute) -> tuple[CountedCase, ...]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"errors and counts (default: {RESULTS})",
-    )
+    add_results_arguments(parser, ROOT, RESULTS, "errors and counts")
     parser.add_argument("--launch", action="store_true", help="only launch the kernels, for ncu")
-    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -246,7 +237,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     profiler = NsightCompute.find()
     backend = Backend(torch.device("cuda", 0), "", lambda *_: (), (), "PTX compiled by the driver")
     result = HopperKernels(
-        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        provenance_here(backend, command, arguments, ROOT),
         *(f"Nsight Compute {profiler.version()}", outputs, count(profiler)),
         tuple(map(verdict, map_variants())),
     )
@@ -262,11 +253,8 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and count; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("hopper_kernels.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, ProfilerError, ValueError, RuntimeError, OSError),
-        interrupted="interrupted, nothing was written",
+    return run_measurement(
+        run, arguments, "hopper_kernels.py", argv, ProfilerError, ValueError, RuntimeError, OSError
     )
 
 

@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from flash_helpers.console.command_line import (
-    add_commit_argument,
-    make_parser,
-    output_file,
-    run_tool,
-    typed_command,
-)
+from flash_helpers.console.command_line import make_parser
 from flash_helpers.console.tables import Table, number
 from flash_helpers.kernel_configs import Element
-from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.command_line import (
+    add_results_arguments,
+    provenance_here,
+    run_measurement,
+)
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/mma_cycles_h100.json"
@@ -86,17 +84,10 @@ class MmaCycles(RecordFile):
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"file of the counts (default: {RESULTS})",
-    )
+    add_results_arguments(parser, ROOT, RESULTS, "the counts")
     parser.add_argument(
         "--launch", choices=[d.short for d in MMA_TYPES], help="only launch, for ncu"
     )
-    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -132,7 +123,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     profiler = NsightCompute.find()
     launches = [each for dtype in MMA_TYPES for each in count(profiler, dtype.short)]
     found = MmaCycles(
-        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        provenance_here(backend, command, arguments, ROOT),
         f"Nsight Compute {profiler.version()}",
         tuple(launches),
     )
@@ -144,11 +135,8 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Count; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("mma_cycles.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, ProfilerError, ValueError, RuntimeError),
-        interrupted="interrupted, nothing was written",
+    return run_measurement(
+        run, arguments, "mma_cycles.py", argv, ProfilerError, ValueError, RuntimeError
     )
 
 

@@ -18,20 +18,18 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from flash_helpers.console.command_line import (
-    add_commit_argument,
-    make_parser,
-    output_file,
-    run_tool,
-    typed_command,
-)
+from flash_helpers.console.command_line import make_parser
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import WARP
-from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.command_line import (
+    add_results_arguments,
+    provenance_here,
+    run_measurement,
+)
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.driver import LoadedKernel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -347,15 +345,8 @@ def count(profiler: NsightCompute, name: str) -> list[CountedPattern]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"file of the counts (default: {RESULTS})",
-    )
+    add_results_arguments(parser, ROOT, RESULTS, "the counts")
     parser.add_argument("--launch", choices=list(ACCESSES), help="only launch, for ncu")
-    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -367,7 +358,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     profiler = NsightCompute.find()
     accesses = bar(list(ACCESSES), desc="wavefronts", unit="access")
     found = SharedWavefronts(
-        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        provenance_here(backend, command, arguments, ROOT),
         f"Nsight Compute {profiler.version()}",
         tuple(pattern for name in accesses for pattern in count(profiler, name)),
     )
@@ -379,11 +370,15 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Count; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("shared_wavefronts.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, ProfilerError, ValueError, RuntimeError, OSError),
-        interrupted="interrupted, nothing was written",
+    return run_measurement(
+        run,
+        arguments,
+        "shared_wavefronts.py",
+        argv,
+        ProfilerError,
+        ValueError,
+        RuntimeError,
+        OSError,
     )
 
 

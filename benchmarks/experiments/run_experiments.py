@@ -22,18 +22,19 @@ from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.cubins import Cubin, read_cubin
 from flash_helpers.compile.jit import Jit
 from flash_helpers.console.command_line import (
-    add_commit_argument,
     add_lengths_argument,
     make_parser,
-    output_file,
     positive,
-    run_tool,
-    typed_command,
     write_or_check,
 )
 from flash_helpers.console.progress import bar
 from flash_helpers.measure.benchmark_tables import replace_between_markers
-from flash_helpers.measure.machine import GpuSensor, git_commit, provenance
+from flash_helpers.measure.command_line import (
+    add_results_arguments,
+    provenance_here,
+    run_measurement,
+)
+from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.results import (
     FLASH,
     MMA_SYNC,
@@ -45,7 +46,7 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.selection import UsageError, require_supported
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import find_backend
 from flash_helpers.sass.read.records import SassError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,14 +107,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=DEFAULT_ROUNDS,
         help=f"samples per experiment (default: {DEFAULT_ROUNDS})",
     )
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"file of the results (default: {RESULTS})",
-    )
-    add_commit_argument(parser)
+    add_results_arguments(parser, ROOT, RESULTS)
     arguments = parser.parse_args(argv)
     if arguments.check and not arguments.write_docs:
         parser.error("--check goes with --write-docs")
@@ -139,7 +133,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     from flash_helpers.measure.timing import make_timer
 
     backend = find_backend("cuda")
-    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
+    found = provenance_here(backend, command, arguments, ROOT)
     refuse_another_gpu(arguments.json, found.gpu)
     seq_lens = sorted(set(arguments.seq))
     for seq_len in seq_lens:
@@ -231,11 +225,8 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, read or write; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("run_experiments.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, OSError, SassError, ValueError),
-        interrupted="interrupted, nothing was written",
+    return run_measurement(
+        run, arguments, "run_experiments.py", argv, OSError, SassError, ValueError
     )
 
 

@@ -272,7 +272,7 @@ class TestTool:
     ) -> None:
         found = replace(provenance(fake_backend(), "c", ""), gpu="H100", compute_capability="9.0")
         monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
-        monkeypatch.setattr(tool, "provenance", lambda *_: found)
+        monkeypatch.setattr(tool, "provenance_here", lambda *_: found)
         monkeypatch.setattr(tool, "find_compilers", lambda: [nvrtc_compiler()] * 2)
         monkeypatch.setattr(tool, "compile_all", lambda *_: compiled)
         path = tmp_path / "compilers.json"
@@ -281,6 +281,6 @@ class TestTool:
         written = CompilerComparison.load(path)
         assert written.protocol.rounds == 3 and len(written.pairs) == 4
         assert "nvcc twice" in capsys.readouterr().out
-        monkeypatch.setattr(tool, "provenance", lambda *_: replace(found, gpu="H200"))
+        monkeypatch.setattr(tool, "provenance_here", lambda *_: replace(found, gpu="H200"))
         assert tool.main(arguments) == 2
         assert "results of two GPUs are never mixed" in capsys.readouterr().err

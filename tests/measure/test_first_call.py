@@ -104,7 +104,7 @@ def test_the_tool_prints_the_table_and_writes_the_file(tool, monkeypatch, tmp_pa
     found = provenance(fake_backend(), "first_call.py", "68cfc22")
     gpu = replace(found, gpu="NVIDIA A100", compute_capability="8.0")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
-    monkeypatch.setattr(tool, "provenance", lambda *_: gpu)
+    monkeypatch.setattr(tool, "provenance_here", lambda *_: gpu)
     monkeypatch.setattr(tool, "run_process", lambda device: lambda kernel, folder: times(50.0))
     path = tmp_path / "calls.json"
     assert tool.main(["--repetitions", "2", "--json", str(path)]) == 0

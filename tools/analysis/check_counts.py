@@ -25,6 +25,7 @@ from flash_helpers.console.command_line import (
 from flash_helpers.console.progress import bar, progress_bar
 from flash_helpers.course.glossary import link_first_uses, read_terms
 from flash_helpers.measure.benchmark_tables import replace_between_markers
+from flash_helpers.measure.command_line import provenance_here
 from flash_helpers.measure.counts import (
     METRICS,
     SASS,
@@ -34,7 +35,6 @@ from flash_helpers.measure.counts import (
     CountedKernel,
     with_counters,
 )
-from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.predictions import predict_launch, simulate_launch
@@ -173,7 +173,7 @@ def measure(arguments: argparse.Namespace, command: str) -> CountCheck:
         records, failures = with_counters(records, ncu, [sys.executable, str(LAUNCHER)], metrics)
     return CountCheck(
         source=arguments.source,
-        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        provenance=provenance_here(backend, command, arguments, ROOT),
         profiler=f"Nsight Compute {ncu.version()}" if ncu else "",
         profiler_failure="\n".join(failures),
         unavailable=unavailable,

@@ -17,12 +17,10 @@ from flash_helpers.console.command_line import (
     output_file,
     output_folder,
     positive,
-    run_tool,
-    typed_command,
 )
 from flash_helpers.console.files import write_if_different
 from flash_helpers.measure.asked import chosen_operation, measured_problem
-from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.command_line import provenance_here, run_measurement
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.registry.selection import (
@@ -34,7 +32,7 @@ from flash_helpers.registry.selection import (
     require_options_of,
     require_supported,
 )
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"
@@ -115,7 +113,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     if not kernels:
         return 2
     results = NcuResults(
-        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        provenance=provenance_here(backend, command, arguments, ROOT),
         profiler=f"Nsight Compute {profiler.version()}",
         kernels=tuple(kernels),
     )
@@ -130,12 +128,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile the kernels; returns the exit status."""
     arguments = parse_arguments(argv)
-    command = typed_command("ncu_bench.py", argv)
-    return run_tool(
-        lambda: run(arguments, command),
-        *(KernelsNotRun, OSError, ProfilerError, ValueError),
-        interrupted="interrupted, nothing was written",
-    )
+    return run_measurement(run, arguments, "ncu_bench.py", argv, OSError, ProfilerError, ValueError)
 
 
 if __name__ == "__main__":

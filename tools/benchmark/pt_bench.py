@@ -33,7 +33,8 @@ from flash_helpers.measure.asked import (
 )
 from flash_helpers.measure.benchmark_tables import report_text
 from flash_helpers.measure.code import codes_of
-from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
+from flash_helpers.measure.command_line import provenance_here
+from flash_helpers.measure.machine import GpuSensor, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
 from flash_helpers.measure.results import (
     CACHE_CHOICES,
@@ -243,7 +244,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
 
     protocol = protocol_of(arguments)
     backend = find_backend("cuda")
-    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
+    found = provenance_here(backend, command, arguments, ROOT)
     if arguments.json:
         refuse_another_gpu(arguments.json, found.gpu)
     asked = parse_dtypes(arguments.dtype)
