@@ -71,7 +71,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     return [Case(test, config_from_short_form(name), marked) for test, name, marked in found]
 
 
-def sweeps(folder: Path, speeds: Mapping[str, float], **options: Any) -> None:
+def sweeps(
+    folder: Path, speeds: Mapping[str, float], gpu: str = "NVIDIA H200", **options: Any
+) -> None:
     """Write the file of a GPU's winners, one of each config, with its speed. options: of the
     problems."""
     best = tuple(
@@ -87,7 +89,7 @@ def sweeps(folder: Path, speeds: Mapping[str, float], **options: Any) -> None:
         )
         for name, speed in speeds.items()
     )
-    BestConfigs("NVIDIA H200", "9.0", best).save(folder / "best_h200.json")
+    BestConfigs(gpu, "9.0", best).save(folder / f"best_{gpu.split()[-1].lower()}.json")
 
 
 def hopper(step: str, dtype: str) -> str:
@@ -106,6 +108,13 @@ def test_the_fastest_of_each_dtype_is_that_of_the_sweeps(tmp_path) -> None:
     found = {config.short_form() for config in fastest_configs(HOPPER, tmp_path)}
     assert found == {hopper("h26", "bf16"), hopper("h27", "fp16")}
     assert fastest_configs(SOFTMAX, tmp_path) == []
+
+
+def test_of_several_gpus_the_one_with_the_highest_speed_counts(tmp_path) -> None:
+    sweeps(tmp_path, {hopper("h26", "bf16"): 1.9})
+    sweeps(tmp_path, {hopper("h28", "bf16"): 2.0}, "NVIDIA H100")
+    found = [config.short_form() for config in fastest_configs(HOPPER, tmp_path)]
+    assert found == [hopper("h28", "bf16")]
 
 
 def test_a_winner_on_causal_problems_is_not_the_fastest(tmp_path) -> None:

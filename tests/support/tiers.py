@@ -31,23 +31,20 @@ def committed(operation: Operation) -> list[Config]:
 
 
 def fastest_configs(family: Family[Any], folder: Path = ROOT / CONFIG_FOLDER) -> list[Config]:
-    """Return, for each GPU that a sweep has run on and each dtype, the family's winner with the
-    highest speed in the mean over sizes, in percent of the first library, on problems without
+    """Return, for each dtype, the family's winner with the highest speed on any GPU that a sweep
+    has run on: the mean over sizes, in percent of the first library there, on problems without
     options such as a mask. A family that no sweep has tuned has none."""
-    found: dict[Config, None] = {}
+    winners: dict[str, list[BestConfig]] = {}
     for path in sorted(folder.glob(BEST_PATTERN)):
-        for dtype in family.dtypes:
-            own = [
-                entry
-                for entry in load_best(path).best
-                if _is_of(family, entry)
-                and entry.dtype == dtype.short
-                and not any(entry.options.values())
-            ]
-            if own:
-                winner = max(own, key=lambda entry: entry.of_first)
-                found[config_from_short_form(winner.config)] = None
-    return list(found)
+        for entry in load_best(path).best:
+            if _is_of(family, entry) and not any(entry.options.values()):
+                winners.setdefault(entry.dtype, []).append(entry)
+    fastest = [
+        max(winners[dtype.short], key=lambda entry: entry.of_first)
+        for dtype in family.dtypes
+        if dtype.short in winners
+    ]
+    return [config_from_short_form(entry.config) for entry in fastest]
 
 
 def _is_of(family: Family[Any], entry: BestConfig) -> bool:
