@@ -19,21 +19,25 @@ from flash_helpers.kernel_configs import (
     config_from_symbol,
     get_kernel_progression_configs,
 )
+from flash_helpers.measure import origins as origins_module
 from flash_helpers.measure.baseline import (
     Baseline,
     KernelFigures,
+    Reading,
     by_kernel,
     compare,
     comparison_text,
     load_baseline,
     natural,
-    read_figures,
 )
-from flash_helpers.measure.machine_code import own_kernels
+from flash_helpers.measure.code import codes_of
+from flash_helpers.measure.machine_code import listed_configs, own_kernels
+from flash_helpers.measure.origins import READERS, origins, readers_digest
 from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
+from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
 pytestmark = pytest.mark.slow
@@ -66,6 +70,8 @@ FIGURES = KernelFigures(
     loop_hmma=128,
     between_hgmma=7,
     moves_between_hgmma=2,
+    code="0123456789abcdef",
+    made_from="fedcba9876543210",
 )
 
 
@@ -180,9 +186,9 @@ class TestFile:
             lambda text: text[:-20],
             lambda text: "[]",
             lambda text: "{}",
-            lambda text: '{"format": 1, "compilers": 7}',
-            lambda text: '{"format": 1, "compilers": ["ptxas"]}',
-            lambda text: text.replace('"format": 1', '"format": 99'),
+            lambda text: '{"format": 2, "compilers": 7}',
+            lambda text: '{"format": 2, "compilers": ["ptxas"]}',
+            lambda text: text.replace('"format": 2', '"format": 99'),
             lambda text: text.replace('"registers": 200', '"registers": "200"'),
             lambda text: text.replace('"registers": 200', '"registers": null'),
             lambda text: text.replace('"registers": 200', '"registers": true'),
@@ -337,8 +343,10 @@ class TestReading:
 
     def test_finds_what_the_headers_and_the_tiles_say(self, kernel) -> None:
         config = config_from_short_form(V1)
-        compiler, (figures,) = read_figures({"sm_90": {config: kernel}})
-        assert compiler == replace(kernel.compiler, options="")
+        reading = Reading(Baseline())
+        reading.add("sm_90", [config])
+        ((compiler, figures),) = reading.figures
+        assert compiler == reading.compiler == replace(kernel.compiler, options="")
         assert (figures.kernel, figures.architecture) == (V1, kernel.architecture)
         assert figures.registers == kernel.resources.registers
         assert figures.smem_bytes == config.smem_bytes
@@ -346,12 +354,78 @@ class TestReading:
         assert figures.instructions_per_hmma == Fraction(
             figures.loop_instructions, hmma_of_tile(config)
         )
+        assert figures.code == codes_of([config], "9.0")[config]
+        assert figures.made_from == origins([config], "sm_90")[config]
 
-    def test_of_what_several_compilers_made_is_refused(self, kernel) -> None:
-        config = config_from_short_form(V1)
-        made = {
-            f"sm_{number}": {config: replace(kernel, compiler=compiler)}
-            for number, compiler in ((80, CUDA_12), (90, CUDA_13))
-        }
+    def test_of_what_several_compilers_made_is_refused(self) -> None:
+        reading = Reading(Baseline(), [(CUDA_12, FIGURES), (CUDA_13, FIGURES)])
         with pytest.raises(SassError, match=r"ptxas 12\.4\.131, ptxas 13\.0\.88"):
-            read_figures(made)
+            _ = reading.compiler
+
+
+class TestUnchanged:
+    """A kernel that is made from the same as in the baseline."""
+
+    @pytest.fixture
+    def config(self) -> Config:
+        return config_from_short_form(V1)
+
+    @pytest.fixture
+    def known(self, config) -> KernelFigures:
+        """Figures that no kernel has, made from what the kernel is made from today."""
+        return replace(FIGURES, registers=1, made_from=origins([config], "sm_90")[config])
+
+    def test_has_the_figures_of_the_baseline(self, config, known) -> None:
+        reading = Reading(Baseline({CUDA_13: by_kernel([known])}))
+        reading.add("sm_90", [config])
+        assert (reading.figures, reading.n_read) == ([(CUDA_13, known)], 0)
+
+    def test_is_read_if_anything_that_its_figures_follow_from_has_changed(
+        self, config, known, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(library, "code_origins", lambda configs, architecture: {V1: "changed"})
+        reading = Reading(Baseline({CUDA_13: by_kernel([known])}))
+        reading.add("sm_90", [config])
+        ((_, figures),) = reading.figures
+        assert reading.n_read == 1
+        assert figures.registers > known.registers and figures.made_from != known.made_from
+
+
+class TestOrigins:
+    def test_no_two_kernels_are_made_from_the_same(self) -> None:
+        found = [
+            digest
+            for architecture in ("sm_80", "sm_86", "sm_90")
+            for digest in origins(listed_configs(architecture), architecture).values()
+        ]
+        assert len({*found}) == len(found)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda patch, config: patch.setattr(type(config), "smem_bytes", 1),
+            lambda patch, config: patch.setattr(origins_module, "_reader", lambda package: ""),
+            lambda patch, config: patch.setattr(library, "_ptx_banner", lambda path: "V13.0.99"),
+            lambda patch, config: patch.setattr(library, "COMPILE_FLAGS", ("-O0",)),
+        ],
+        ids=["launch", "reader", "compiler of the library", "flags of the library"],
+    )
+    def test_differ_where_any_part_does(self, monkeypatch, change) -> None:
+        config = config_from_short_form(V1)
+        before = origins([config], "sm_90")[config]
+        change(monkeypatch, config)
+        assert origins([config], "sm_90")[config] != before
+
+    def test_the_reader_is_the_text_of_its_modules(self, tmp_path) -> None:
+        read = [name if name.endswith(".py") else f"{name}/deep/a.py" for name in READERS]
+        for name in (*read, "other.py"):
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+        found = {readers_digest(tmp_path)}
+        (tmp_path / "other.py").write_text("changed")
+        assert {readers_digest(tmp_path)} == found
+        for name in read:
+            (tmp_path / name).write_text("changed")
+            found.add(readers_digest(tmp_path))
+        assert len(found) == 1 + len(read)

@@ -1597,7 +1597,7 @@ def test_a_check_writes_nothing(repository: Path) -> None:
 def test_a_check_fails_for_headline_tables_whose_code_is_known_and_has_changed(
     repository: Path, monkeypatch, capsys, measured: str, now: str, status: int
 ) -> None:
-    monkeypatch.setattr(code, "codes_of", lambda configs, compute_capability: {BF16[0]: now})
+    monkeypatch.setattr(code, "codes_today", lambda configs, compute_capability: {BF16[0]: now})
     name = BF16[0].short_form()
     rows = (replace(m, code=measured * (m.name == name)) for m in full_results().measurements)
     replace(full_results(), measurements=tuple(rows)).save(repository / "results.json")

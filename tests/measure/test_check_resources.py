@@ -47,12 +47,14 @@ def figures(document: dict[str, Any]) -> dict[str, Any]:
 def add(name: str, amount: int) -> Edit:
     def change(document: dict[str, Any]) -> None:
         figures(document)[name] += amount
+        figures(document)["made_from"] = "something else"
 
     return change
 
 
 def newer_compiler(document: dict[str, Any]) -> None:
     document["compilers"][0]["compiler"]["version"] = [99, 1, 2]
+    figures(document)["made_from"] = "something else"
 
 
 class TestCheck:
@@ -75,11 +77,29 @@ class TestCheck:
         assert "-8" in better
 
     def test_lists_what_is_missing_and_what_is_new(self, capsys, baseline) -> None:
-        edit(baseline, lambda document: figures(document).update(kernel="v1_other"))
+        edit(baseline, lambda document: figures(document).update(kernel="v1_other", made_from=""))
         status, out, _ = run(capsys, baseline)
         assert status == 1
         assert "missing from the library:\n  v1_other" in out
         assert f"not in the baseline:\n  {V1}" in out
+
+
+class TestUnchanged:
+    """The kernel is made from the same as in the baseline."""
+
+    def test_is_not_read_again(self, capsys, baseline, monkeypatch) -> None:
+        monkeypatch.setattr("flash_helpers.measure.baseline.own_kernels", pytest.fail)
+        status, out, _ = run(capsys, baseline)
+        assert status == 0
+        assert "1 kernels compared: 0 worse, 0 better, 1 the same" in out
+        assert "1 are made from the same as in the baseline and were not read again (--all)" in out
+
+    def test_is_read_again_if_all_are_asked_for(self, capsys, baseline) -> None:
+        edit(baseline, lambda document: figures(document).update(registers=1))
+        assert run(capsys, baseline)[0] == 0
+        status, out, _ = run(capsys, baseline, "--all")
+        assert status == 1
+        assert "registers" in out and "were not read again" not in out
 
 
 class TestCompiler:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmark_results import BF16, STAIRS, full_results, measurement, synthetic_results
@@ -28,10 +29,11 @@ from flash_helpers.measure.benchmark_tables import (
 from flash_helpers.measure.code import (
     DAGGER,
     changed_names,
-    code_digest,
     codes_of,
+    codes_today,
     cubin_code,
 )
+from flash_helpers.measure.machine_code import code_digest
 from flash_helpers.measure.results import SUSTAINED, BenchmarkResults
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.hopper import HOPPER
@@ -56,7 +58,7 @@ def with_code(results: BenchmarkResults, codes: dict[Config, str]) -> BenchmarkR
 def today(monkeypatch) -> dict[Config, str]:
     """The digests of today, for every GPU."""
     found: dict[Config, str] = {}
-    monkeypatch.setattr(code, "codes_of", lambda configs, compute_capability: found)
+    monkeypatch.setattr(code, "codes_today", lambda configs, compute_capability: found)
     return found
 
 
@@ -86,6 +88,18 @@ def test_each_config_has_a_digest_of_the_library_or_of_what_is_compiled_now(pack
     other = codes_of([V1, h1], "8.0")
     assert {*other} == {V1}  # those of Hopper alone are not there for other GPUs
     assert other[V1] != found[V1]
+
+
+def test_a_kernel_that_is_made_from_the_same_as_the_recorded_one_is_not_compiled(
+    monkeypatch, tmp_path: Path
+) -> None:
+    made_from = {V1: "as recorded", V2: "other"}
+    monkeypatch.setattr(code, "origins", lambda configs, architecture: made_from)
+    monkeypatch.setattr(code, "codes_of", lambda configs, capability: dict.fromkeys(configs, NEW))
+    figures = SimpleNamespace(code=OLD)
+    baseline = SimpleNamespace(by_origin={"as recorded": (None, figures)})
+    monkeypatch.setattr(code, "load_baseline", lambda path: baseline)
+    assert codes_today([V1, V2], "9.0") == {V1: OLD, V2: NEW}
 
 
 def test_a_cubin_has_the_digest_that_a_library_of_it_would_have(tmp_path: Path) -> None:
@@ -136,7 +150,7 @@ def test_nothing_is_compiled_for_results_without_digests(monkeypatch) -> None:
         assert not [*configs]
         return {}
 
-    monkeypatch.setattr(code, "codes_of", compiled)
+    monkeypatch.setattr(code, "codes_today", compiled)
     assert changed_names(full_results()) == set()
 
 

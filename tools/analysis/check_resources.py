@@ -20,27 +20,29 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.baseline import (
+    BASELINE,
     Baseline,
+    Comparison,
+    Reading,
     compare,
     comparison_text,
     load_baseline,
-    read_figures,
 )
-from flash_helpers.measure.machine_code import listed_configs, own_kernels
+from flash_helpers.measure.machine_code import listed_configs
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.selection import KERNEL_NAMES, select_kernels
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]
-BASELINE = ROOT / "benchmarks" / "resources.json"
 
 DESCRIPTION = """\
 Check that no kernel takes more resources than in the baseline. Compared are registers, spilled
 bytes, stack, shared memory, blocks per SM, and from the text of the main loop: the number of tensor
 instructions, instructions per tensor instruction, and instructions between the HGMMA of one
 warpgroup's product. The baseline holds these figures by kernel, architecture and compiler. Each
-compiler is compared with itself, since compilers allocate registers differently. The first run
-compiles and disassembles every kernel; later runs read the caches.
+compiler is compared with itself, since compilers allocate registers differently. The baseline also
+holds a digest of all that a kernel's figures follow from: its sources, the compiler and the modules
+that read machine code. A kernel whose digest is still the same is not compiled again.
 """
 
 EXAMPLES = """\
@@ -49,6 +51,8 @@ examples:
     python tools/analysis/check_resources.py
   one step on one architecture, after a change to it:
     python tools/analysis/check_resources.py --kernel h30 --arch sm_90
+  every kernel anew, whatever the baseline says:
+    python tools/analysis/check_resources.py --all
   accept a change that is worth its cost, or add another compiler:
     python tools/analysis/check_resources.py --update
   the kernels of another compiler, compared with the compiler in the baseline:
@@ -66,11 +70,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--update", action="store_true", help="write the kernels' figures into the baseline"
     )
     parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also compile and read kernels that are made from the same as in the baseline",
+    )
+    parser.add_argument(
         "--baseline",
         type=output_file,
-        default=BASELINE,
+        default=ROOT / BASELINE,
         metavar="FILE",
-        help=f"(default: {BASELINE.relative_to(ROOT)})",
+        help=f"(default: {BASELINE})",
     )
     parser.add_argument(
         "--kernel",
@@ -104,29 +113,36 @@ def known_compiler(
     )
 
 
+def text_of(comparison: Comparison, reading: Reading) -> str:
+    """The comparison, and how many of its kernels were not compiled."""
+    n_known = len(reading.figures) - reading.n_read
+    told = f"{n_known} are made from the same as in the baseline and were not read again (--all)"
+    return "\n".join([comparison_text(comparison), *([told] if n_known else [])])
+
+
 def check(arguments: argparse.Namespace) -> int:
     """Read, compare and print; returns the exit status. Raises SassError, UsageError
     and OSError."""
     baseline = Baseline()
     if arguments.baseline.exists() or not arguments.update:
         baseline = load_baseline(arguments.baseline)
-    kernels = {}
+    reading = Reading(Baseline() if arguments.all else baseline)
     for architecture in arguments.arch or [f"sm_{number}" for number in DEFAULT_ARCHITECTURES]:
         configs = listed_configs(architecture)
         if arguments.kernel:
             configs = select_kernels(configs, arguments.kernel, Element)
         with progress_bar(f"reading {architecture}") as progress:
-            kernels[architecture] = own_kernels(architecture, configs, progress=progress)
-    compiler, found = read_figures(kernels)
+            reading.add(architecture, configs, progress)
+    compiler, found = reading.compiler, [figures for _, figures in reading.figures]
     if arguments.update:
         comparison = compare(baseline.of(compiler), found)
         baseline.updated(compiler, found).save(arguments.baseline)
-        print(comparison_text(comparison))
+        print(text_of(comparison, reading))
         print(f"{arguments.baseline} now holds the figures of {compiler}")
         return 0
     other = known_compiler(baseline, compiler, arguments)
     comparison = compare(baseline.of(other), found)
-    print(comparison_text(comparison))
+    print(text_of(comparison, reading))
     if other != compiler:
         print(
             f"compared with {other}, made by {compiler}: the compiler may have caused the changes"

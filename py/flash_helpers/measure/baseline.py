@@ -8,21 +8,26 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from flash_helpers.console.files import write_if_different
+from flash_helpers.console.progress import Progress
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config
+from flash_helpers.measure.machine_code import code_digest, own_kernels
+from flash_helpers.measure.origins import origins
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases, main_loop
 from flash_helpers.sass.analyse.products import Gaps, product_gaps
-from flash_helpers.sass.read.records import Compiler, Kernel, SassError
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Kernel, SassError
 
-FORMAT = 1
+FORMAT = 2
+BASELINE = "benchmarks/resources.json"  # of this repository
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class KernelFigures:
     loop_instructions: instructions in the text of the main loop that are executed or predicated.
     loop_hmma: the tensor instructions among them. Both are 0 in a kernel without a loop.
     between_hgmma, moves_between_hgmma: as in `product_gaps`, for the main loop; 0 without HGMMA.
+    code: digest of the machine code. made_from: digest of all that the figures follow from
+    (`measure.origins`).
     """
 
     kernel: str
@@ -50,6 +57,8 @@ class KernelFigures:
     loop_hmma: int
     between_hgmma: int
     moves_between_hgmma: int
+    code: str
+    made_from: str
 
     @property
     def instructions_per_hmma(self) -> Fraction | None:
@@ -96,6 +105,11 @@ class Baseline:
         """Figures of one compiler's kernels; empty if the compiler is not known or the baseline
         lacks it."""
         return self.figures.get(compiler, {}) if compiler.name else {}
+
+    @cached_property
+    def by_origin(self) -> dict[str, tuple[Compiler, KernelFigures]]:
+        """Each kernel's compiler and figures, by what they follow from."""
+        return {f.made_from: (c, f) for c, own in self.figures.items() for f in own.values()}
 
     def nearest(self, compiler: Compiler) -> Compiler:
         """The baseline's latest compiler before this one, or else the first after it.
@@ -183,14 +197,15 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in parts]
 
 
-def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
-    """Figures of a kernel, launched as its config says."""
+def figures_of(kernel: Kernel, config: Config, made_from: str) -> KernelFigures:
+    """Figures of a kernel, launched as its config says. made_from: as in `KernelFigures`."""
     loop, main = count_phases(kernel).main_loop, main_loop(kernel)
     gaps = product_gaps(kernel, main) if main else Gaps()
     resources = kernel.resources
     held = None
     if kernel.capability in LIMITS:
         held = kernel_occupancy(kernel, config.n_threads, config.smem_bytes)
+    words = (i.encoding.to_bytes(INSTRUCTION_BYTES, "little") for i in kernel.instructions)
     return KernelFigures(
         kernel=config.short_form(),
         architecture=kernel.architecture,
@@ -204,25 +219,54 @@ def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
         loop_hmma=loop.tensor if loop else 0,
         between_hgmma=gaps.instructions,
         moves_between_hgmma=gaps.moves,
+        code=code_digest([(kernel.symbol, b"".join(words))]),
+        made_from=made_from,
     )
 
 
-def read_figures(
-    kernels: Mapping[str, Mapping[Config, Kernel]],
-) -> tuple[Compiler, list[KernelFigures]]:
-    """The compiler of kernels, and their figures. kernels: by architecture, as of `own_kernels`.
+@dataclass
+class Reading:
+    """Figures of kernels as they are now. A kernel that is made from the same as in the baseline
+    has its figures from there; the others are compiled and read.
 
-    Raises SassError if several compilers made them.
+    figures: of all kernels, with their compilers. n_read: number of those that were read.
     """
-    every = [(c, kernel) for of_one in kernels.values() for c, kernel in of_one.items()]
-    compilers = {replace(kernel.compiler, options="") for _, kernel in every}
-    if len(compilers) != 1:
-        names = ", ".join(sorted(map(str, compilers)))
-        raise SassError(
-            f"several compilers made the kernels ({names}): name those of one by --kernel, or "
-            "build the library with the compiler's release that `python -m flash_attention` names"
-        )
-    return compilers.pop(), [figures_of(kernel, config) for config, kernel in every]
+
+    baseline: Baseline
+    figures: list[tuple[Compiler, KernelFigures]] = field(default_factory=list)
+    n_read: int = 0
+
+    def add(
+        self, architecture: str, configs: Iterable[Config], progress: Progress | None = None
+    ) -> None:
+        """Read kernels for an architecture. Raises SassError as `own_kernels` does."""
+        try:
+            made_from = origins(configs, architecture)
+        except (RuntimeError, ValueError) as error:
+            raise SassError(str(error)) from error
+        known = self.baseline.by_origin
+        self.figures += [known[digest] for digest in made_from.values() if digest in known]
+        others = [config for config, digest in made_from.items() if digest not in known]
+        if others:
+            kernels = own_kernels(architecture, others, progress=progress)
+            self.figures += [
+                (replace(kernel.compiler, options=""), figures_of(kernel, c, made_from[c]))
+                for c, kernel in kernels.items()
+            ]
+            self.n_read += len(others)
+
+    @property
+    def compiler(self) -> Compiler:
+        """The compiler of the kernels. Raises SassError if several made them."""
+        compilers = {compiler for compiler, _ in self.figures}
+        if len(compilers) != 1:
+            names = ", ".join(sorted(map(str, compilers)))
+            raise SassError(
+                f"several compilers made the kernels ({names}): name those of one by --kernel, or "
+                "build the library with the compiler's release that `python -m flash_attention` "
+                "names"
+            )
+        return compilers.pop()
 
 
 @dataclass(frozen=True)

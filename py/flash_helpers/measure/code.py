@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,23 +11,17 @@ from pathlib import Path
 from flash_helpers.compile.jit import default_jit
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import Config, config_from_short_form, find_config
+from flash_helpers.measure.baseline import BASELINE, load_baseline
 from flash_helpers.measure.compilers import equal_codes
+from flash_helpers.measure.machine_code import code_digest
+from flash_helpers.measure.origins import origins
 from flash_helpers.measure.results import BenchmarkResults
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.containers import cubins_of, read_cubins
 from flash_helpers.sass.read.elf import read_sections
 from flash_helpers.sass.read.records import SassWarning
 
-DIGITS = 16
 DAGGER = "†"
-
-
-def code_digest(kernels: Iterable[tuple[str, bytes]]) -> str:
-    """Return the digest of a config's machine code. kernels: symbols and their .text sections."""
-    digest = hashlib.sha256()
-    for _, code in sorted(kernels):
-        digest.update(code)
-    return digest.hexdigest()[:DIGITS]
 
 
 def cubin_code(path: Path) -> str:
@@ -58,6 +51,25 @@ def codes_of(configs: Iterable[Config], compute_capability: str) -> dict[Config,
         sections = [s for file in files for s in _sections(file, capability)[config]]
         found[config] = code_digest(sections)
     return found
+
+
+def codes_today(configs: Iterable[Config], compute_capability: str) -> dict[Config, str]:
+    """Return what `codes_of` does. A kernel that is made from the same as the recorded one
+    (BASELINE) has the recorded digest and is not compiled.
+
+    Raises BuildError if a kernel does not compile, and SassError if the record cannot be read.
+    """
+    path = default_jit().root / BASELINE
+    recorded = load_baseline(path).by_origin if path.is_file() else {}
+    architecture = f"sm_{compute_capability.replace('.', '')}"
+    wanted = [*configs]
+    found = {}
+    for config in wanted:
+        with contextlib.suppress(ValueError):  # not made for it
+            made_from = origins([config], architecture)[config]
+            if made_from in recorded:
+                found[config] = recorded[made_from][1].code
+    return found | codes_of((c for c in wanted if c not in found), compute_capability)
 
 
 @functools.cache
@@ -91,7 +103,7 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
         with contextlib.suppress(ValueError):  # a step that no longer exists
             if measurement.code and (config := config_from_short_form(measurement.ran)) in listed:
                 known.append((measurement, config))
-    today = codes_of({config for _, config in known}, results.provenance.compute_capability)
+    today = codes_today({config for _, config in known}, results.provenance.compute_capability)
     equal = equal_codes(default_jit().root) if known else frozenset()
     codes = ((m, frozenset((m.code, today.get(config, m.code)))) for m, config in known)
     return frozenset(m.name for m, both in codes if len(both) > 1 and both not in equal)

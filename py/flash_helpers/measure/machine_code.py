@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,7 @@ from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
 
 ARCHITECTURE = "sm_90"  # of the committed measurements, and the default
+DIGITS = 16  # of a digest
 SIZE = 4096  # of the problem whose measurement a bound is compared with
 
 _FOLDED = "vN"
@@ -68,21 +70,29 @@ def listed_configs(architecture: str) -> list[Config]:
 
 def own_kernels(
     architecture: str,
-    configs: Iterable[Config] | None = None,
+    configs: Iterable[Config],
     *,
     progress: Progress | None = None,
 ) -> dict[Config, Kernel]:
     """Kernels of configs for an architecture, by config, sorted: those of the library, and others
-    compiled now if the cache does not have them. configs: None takes all that are listed.
+    compiled now if the cache does not have them.
 
     Raises SassError as `reader.load_kernels` does, if a kernel does not compile, and for configs
     that are not made for the architecture.
     """
-    wanted = sorted(listed_configs(architecture) if configs is None else set(configs))
+    wanted = sorted({*configs})
     chosen = own_chosen(architecture, wanted)
     kernels = read_chosen(chosen, sources=own_paths, progress=progress)
     found = {find_config(kernel.symbol): kernel for kernel in kernels}
     return {config: found[config] for config in wanted}
+
+
+def code_digest(kernels: Iterable[tuple[str, bytes]]) -> str:
+    """Return the digest of a config's machine code. kernels: symbols and their .text sections."""
+    digest = hashlib.sha256()
+    for _, code in sorted(kernels):
+        digest.update(code)
+    return digest.hexdigest()[:DIGITS]
 
 
 def own_chosen(architecture: str, configs: Iterable[Config]) -> Chosen:

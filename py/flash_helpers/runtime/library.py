@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from flash_helpers.compile.build import BUILT_FROM, LIBRARY, PTX_FOLDER
+from flash_helpers.compile.build import BUILT_FROM, COMPILE_FLAGS, LIBRARY, PTX_FOLDER
 from flash_helpers.compile.cache import Compiled
 from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.compile.compilers import how_to_suit_driver
@@ -26,7 +27,7 @@ from flash_helpers.compile.package import (
     package_folder,
     sources_root,
 )
-from flash_helpers.compile.sources import Unit
+from flash_helpers.compile.sources import Unit, digest
 from flash_helpers.kernel_configs import Config, Element, config_from_short_form
 from flash_helpers.registry.call import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
 
@@ -364,6 +365,30 @@ def code_paths(configs: Iterable[Config], architecture: str) -> dict[str, Path]:
     for target, units in missing.items():
         found |= {kernel.name: kernel.cubin_path for kernel in default_jit().get(units, target)}
     return found
+
+
+def code_origins(configs: Iterable[Config], architecture: str) -> dict[str, str]:
+    """Return a digest of all that the machine code of each kernel of some configs is made from, by
+    its name: sources, compiler and flags. Nothing is compiled.
+
+    `architecture`, and what is raised, as in `code_paths`.
+    """
+    found: dict[str, str] = {}
+    for config in configs:
+        target = config.family.target_on(architecture)
+        for unit in units_of(config):
+            if target in architectures() and is_built(unit):
+                compiler = _ptx_banner(package_folder() / PTX_FOLDER / f"{unit.name}.ptx")
+                found[unit.name] = digest(_built_from()[unit.name], target, compiler, COMPILE_FLAGS)
+            else:
+                found[unit.name] = default_jit().key(default_jit().recipe(unit, target))
+    return found
+
+
+def _ptx_banner(path: Path) -> list[str]:
+    """The comments with which a compiler begins a PTX text, its version among them."""
+    with path.open() as lines:
+        return list(itertools.takewhile(lambda line: line.startswith("//"), lines))
 
 
 @functools.cache
