@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sass_text import DEFAULT, guard_text
+from sass_text import DEFAULT, guard_text, kernels_of_all_steps
 
-from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.sass.read.control import control_text, decode_control
 from flash_helpers.sass.read.records import Control, Instruction
 
@@ -38,7 +37,7 @@ LIBRARY = "the library"
 
 @pytest.fixture(scope="module")
 def of_library() -> list[Instruction]:
-    return [i for k in own_kernels(DEFAULT).values() for i in k.instructions]
+    return [i for k in kernels_of_all_steps(DEFAULT).values() for i in k.instructions]
 
 
 @pytest.fixture(scope="module", params=[*FILES, LIBRARY])

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sass_text import DEFAULT, WITH_TENSOR
+from sass_text import DEFAULT, WITH_TENSOR, kernels_of_all_steps
 
-from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.cubin import Cubin, read_cubin
@@ -158,7 +157,7 @@ class TestPaths:
         assert relative_to_repository(chains, "src/include/forward_kernel.cuh") == chains
 
     def test_of_the_library_name_files_of_the_repository(self, root: Path) -> None:
-        for config, kernel in own_kernels(DEFAULT).items():
+        for config, kernel in kernels_of_all_steps(DEFAULT).items():
             files = {line.file for i in kernel.instructions for line in i.source}
             relative = {file for file in files if not file.startswith("/")}
             assert str(config.step.source) in relative

@@ -14,7 +14,7 @@ import flash_helpers.sass.read.reader as reader
 from flash_helpers.compile.codegen import library_configs
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
-from flash_helpers.measure.machine_code import own_kernels
+from flash_helpers.measure.machine_code import listed_configs, own_kernels
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read import flow, opcodes
@@ -247,28 +247,28 @@ class TestLibrary:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def kernels(cls, architecture: str) -> dict:
-        return own_kernels(architecture)
+    def kernels(cls, architecture: str, root: Path) -> dict:
+        return own_kernels(architecture, library_configs(root))
 
-    def test_holds_what_is_built(self, kernels: dict, architecture: str) -> None:
+    def test_those_of_all_steps_are_listed(self, architecture: str) -> None:
         number = int(architecture.removeprefix("sm_"))
-        assert set(kernels) >= {
+        listed = listed_configs(architecture)
+        assert {*listed} >= {
             config
             for config in get_kernel_progression_configs()
             if config.family.targets_for((number,))
         }
-        assert list(kernels) == sorted(kernels)
+        assert listed == sorted(listed)
+
+    def test_each_is_read_for_its_config(self, kernels: dict, root: Path) -> None:
+        assert [*kernels] == sorted(library_configs(root))
         for config, kernel in kernels.items():
             assert config_from_symbol(kernel.symbol) == config
 
-    def test_registers_spills_and_stack_are_those_of_the_logs(self, kernels, package, root) -> None:
+    def test_registers_spills_and_stack_are_those_of_the_logs(self, kernels, package) -> None:
         spilling = 0
         for config, kernel in kernels.items():
-            path = package / "ptxas" / f"{config.short_form()}.log"
-            if not path.is_file():
-                assert config not in library_configs(root)
-                continue
-            log = path.read_text()
+            log = (package / "ptxas" / f"{config.short_form()}.log").read_text()
             (report,) = (
                 report for report in parse_ptxas_log(log) if report.target == kernel.architecture
             )

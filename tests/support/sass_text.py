@@ -7,13 +7,15 @@ import re
 from collections.abc import Sequence
 
 import pytest
+from tiers import stands_for_its_step
 
 from flash_helpers.kernel_configs import (
+    Config,
     Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.machine_code import ARCHITECTURE, own_kernels
+from flash_helpers.measure.machine_code import ARCHITECTURE, listed_configs, own_kernels
 from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.runtime import library
 from flash_helpers.sass.read import opcodes
@@ -152,6 +154,13 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
 def progression_kernels(architecture: str) -> dict[FlashForwardKernelConfig, Kernel]:
     """The kernels of the progression in the installed library."""
     return own_kernels(architecture, PROGRESSION)
+
+
+@functools.lru_cache
+def kernels_of_all_steps(architecture: str) -> dict[Config, Kernel]:
+    """One kernel of each step, those made for the architecture alone among them."""
+    made = listed_configs(architecture)
+    return own_kernels(architecture, filter(stands_for_its_step, made))
 
 
 def of_version(number: int, dtype: Element = Element.BF16) -> FlashForwardKernelConfig:
