@@ -19,6 +19,7 @@ from flash_helpers.kernel_configs import (
     config_from_symbol,
     get_kernel_progression_configs,
 )
+from flash_helpers.measure import machine_code
 from flash_helpers.measure import origins as origins_module
 from flash_helpers.measure.baseline import (
     Baseline,
@@ -31,7 +32,7 @@ from flash_helpers.measure.baseline import (
     natural,
 )
 from flash_helpers.measure.code import codes_of
-from flash_helpers.measure.machine_code import listed_configs, own_kernels
+from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.measure.origins import READERS, origins, readers_digest
 from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
@@ -396,7 +397,7 @@ class TestOrigins:
         found = [
             digest
             for architecture in ("sm_80", "sm_86", "sm_90")
-            for digest in origins(listed_configs(architecture), architecture).values()
+            for digest in origins(machine_code.listed_configs(architecture), architecture).values()
         ]
         assert len({*found}) == len(found)
 
