@@ -115,6 +115,21 @@ def package() -> Path:
 
 
 @pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The lines that stand-ins of compilers and of the sweep's worker have written since the last
+    call: mostly kernels' names."""
+    path = tmp_path / "log"
+    monkeypatch.setenv("FAKE_LOG", str(path))
+
+    def read() -> list[str]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.write_text("")
+        return lines
+
+    return read
+
+
+@pytest.fixture
 def terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """stderr is a terminal, for those who ask; the test has another object of the class."""
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)

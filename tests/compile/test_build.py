@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_sources import write_sources
 from fake_toolchain import fake_toolchain, real_toolchain
 
 import flash_attention
@@ -300,11 +301,7 @@ def write_tree(root: Path) -> Path:
         "previous_kernels/v1/forward_kernel.cuh": '#include "shared.cuh"\n',
         "previous_kernels/v2/forward_kernel.cuh": '#include "shared.cuh"\n',
     }
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+    return write_sources(root, files)
 
 
 @pytest.fixture

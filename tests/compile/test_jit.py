@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_sources import write_sources
 from fake_toolchain import SUPPORT, FakeCompiler
 
 from flash_helpers.compile import jit as jit_module
@@ -49,30 +50,13 @@ V1 = get_kernel_progression_configs()[0]
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Sources of two kernels, one with a header of a header."""
-    root = tmp_path / "sources"
-    (root / "kernels").mkdir(parents=True)
-    (root / "src/include/sub").mkdir(parents=True)
-    (root / "kernels/a.cuh").write_text(
-        '#include <cstdint>\n#include "sub/outer.cuh"\n// kernel a\n'
-    )
-    (root / "kernels/b.cuh").write_text("// kernel b\n")
-    (root / "src/include/sub/outer.cuh").write_text('# include "sub/inner.cuh" // once\n')
-    (root / "src/include/sub/inner.cuh").write_text("// inner\n")
-    return root
-
-
-@pytest.fixture
-def log(tmp_path: Path, monkeypatch) -> Callable[[], list[str]]:
-    """The lines that compilers have written since the last call: mostly kernels' names."""
-    path = tmp_path / "log"
-    monkeypatch.setenv("FAKE_LOG", str(path))
-
-    def read() -> list[str]:
-        lines = path.read_text().splitlines() if path.exists() else []
-        path.write_text("")
-        return lines
-
-    return read
+    texts = {
+        "kernels/a.cuh": '#include <cstdint>\n#include "sub/outer.cuh"\n// kernel a\n',
+        "kernels/b.cuh": "// kernel b\n",
+        "src/include/sub/outer.cuh": '# include "sub/inner.cuh" // once\n',
+        "src/include/sub/inner.cuh": "// inner\n",
+    }
+    return write_sources(tmp_path / "sources", texts)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import torch
 from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import fake_backend, load_tool
 from fake_cubin import cubin
+from fake_sources import write_sources
 from fake_toolchain import SUPPORT, FakeCompiler, fake_toolchain
 from family_headers import copy_family_headers
 
@@ -110,28 +110,16 @@ def toolchain(tmp_path: Path) -> Toolchain:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Kernel files that say nothing, and the generator."""
-    root = tmp_path / "repository"
-    for step in STEPS.values():
-        path = root / step.source
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#include "flash_attention.cuh"\n// {step.namespace}\n')
-    (root / "src/include/flash_attention.cuh").write_text("// the config\n")
-    (root / "src/flash_attention.cu").write_text('#include "flash_kernels.cuh"\n')
-    return root
-
-
-@pytest.fixture
-def log(tmp_path: Path, monkeypatch) -> Callable[[], list[str]]:
-    """Requests to the compiler and the worker since the last call."""
-    path = tmp_path / "log"
-    monkeypatch.setenv("FAKE_LOG", str(path))
-
-    def read() -> list[str]:
-        lines = path.read_text().splitlines() if path.exists() else []
-        path.write_text("")
-        return lines
-
-    return read
+    kernels = {
+        step.source: f'#include "flash_attention.cuh"\n// {step.namespace}\n'
+        for step in STEPS.values()
+    }
+    texts = {
+        **kernels,
+        "src/include/flash_attention.cuh": "// the config\n",
+        "src/flash_attention.cu": '#include "flash_kernels.cuh"\n',
+    }
+    return write_sources(tmp_path / "repository", texts)
 
 
 # Machine code
@@ -922,6 +910,7 @@ def test_the_winner_is_built_and_picked(
     monkeypatch.setattr(best, "sources_root", lambda package: sweep.root)
     properties = SimpleNamespace(name=H100, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     assert best_config("v7", torch.bfloat16) == best_config(7, "bf16") == winner
