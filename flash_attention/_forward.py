@@ -32,6 +32,8 @@ from flash_helpers.tune.best import choose_config, newest_that_takes
 
 _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
 _NAMES = tuple(AttentionForward.axes)  # of tensors, in the operators' order
+_QKVO = ("q", "k", "v", "o")
+_WITH_LSE = (*_QKVO, "lse")
 _KEYS = torch._C.DispatchKey
 # All dispatch keys except those of a call on plain tensors without tracing or transforms.
 _OTHER_KEYS = ~functools.reduce(
@@ -146,7 +148,7 @@ def _asked(cfg: str, softmax_scale: float | None) -> tuple[str, tuple[tuple[str,
 def _compute(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
-    return compute(_config(cfg), _asked(cfg, softmax_scale), (q, k, v, None))[3]
+    return compute(_config(cfg), _asked(cfg, softmax_scale), _QKVO, (q, k, v, None))[3]
 
 
 def _config(cfg: str) -> type[AttentionForward]:
@@ -166,8 +168,8 @@ def _compute_out(
     softmax_scale: float | None,
     lse: torch.Tensor | None,
 ) -> None:
-    given = (q, k, v, o) if lse is None else (q, k, v, o, lse)
-    compute(_config(cfg), _asked(cfg, softmax_scale), given)
+    names, given = (_QKVO, (q, k, v, o)) if lse is None else (_WITH_LSE, (q, k, v, o, lse))
+    compute(_config(cfg), _asked(cfg, softmax_scale), names, given)
     for output in (o, lse):  # so that autograd notices the overwriting of a saved tensor
         if output is not None and not output.is_inference():
             torch.autograd.graph.increment_version(output)
@@ -177,15 +179,20 @@ def _compute_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
     asked = None, (("causal", causal), ("softmax_scale", softmax_scale))
-    return compute(AttentionForward, asked, (q, k, v, None), _choose)[3]
+    return compute(AttentionForward, asked, _QKVO, (q, k, v, None), _choose)[3]
 
 
 def _compute_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     asked = None, (("causal", causal), ("softmax_scale", softmax_scale))
-    _, _, _, o, lse = compute(AttentionForward, asked, (q, k, v, None, _new_lse(q)), _choose)
+    given = (q, k, v, None, _new_lse(q))
+    _, _, _, o, lse = compute(AttentionForward, asked, _WITH_LSE, given, _choose)
     return o, lse
+
+
+def _new_output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty(*q.shape[:-1], *v.shape[-1:], dtype=q.dtype, device=q.device)
 
 
 def _new_lse(q: torch.Tensor) -> torch.Tensor:
@@ -277,7 +284,7 @@ def _fake(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
     _check_fake(cfg, {"q": q, "k": k, "v": v}, softmax_scale)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return _new_output(q, v)
 
 
 def _fake_out(
@@ -297,7 +304,7 @@ def _fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
     _check_fake_attention({"q": q, "k": k, "v": v}, causal, softmax_scale)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return _new_output(q, v)
 
 
 def _fake_attention_lse(
@@ -305,7 +312,7 @@ def _fake_attention_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = _new_lse(q)
     _check_fake_attention({"q": q, "k": k, "v": v, "lse": lse}, causal, softmax_scale)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+    return _new_output(q, v), lse
 
 
 # No defaults: Inductor passes arguments with defaults by name, which makes a call 1 µs longer.
@@ -426,8 +433,8 @@ def forward(
         _check_tensors(q, k, v)
         return _forward(name, q, k, v, scale)
     if o is None:
-        _check_tensors(q)
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        _check_tensors(q, k, v)
+        o = _new_output(q, v)
     _check_tensors(q, k, v, o)
     if lse is not None:
         check_types({"lse": lse})

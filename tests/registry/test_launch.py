@@ -31,7 +31,11 @@ from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward.supports import (
     ABILITIES,
     GROUPED_HEADS,
+    RETURN_LSE,
+    SOFTCAP,
+    SOFTMAX_SCALE,
     TWO_LENGTHS,
+    WINDOW,
     asked_for,
 )
 from flash_helpers.registry import mma_sync
@@ -191,13 +195,65 @@ class TestSupports:
         assert general["seq_len"] == "any, different ones, up to 2,147,483,647"
         assert general["heads"] == "up to 65,535, grouped"
         assert V16.supports.described()["options"] == "none"
-        assert general["options"] == "softmax_scale, return_lse"
+        assert general["options"] == "softmax_scale, return_lse, window, softcap, sinks"
+        assert replace(V16.supports, d_v=64).described()["d_head"] == "128, 64 of V"
 
     def test_of_another_head_size_names_the_scale_that_pads(self):
         problem = AttentionForward(1, 1, 64, 64)
         assert "scale q, since the kernels divide by sqrt(128)" in V16.refusal(problem)
         general = replace(V16.supports, abilities=frozenset(ABILITIES))
         assert "pass softmax_scale=0.125, which" in general.refusal(problem, "it")
+
+
+EVERYTHING = replace(V16.supports, blocks={}, abilities=frozenset(ABILITIES), d_v=64)
+
+
+class TestOptions:
+    """Declarations of kernels that take windows, softcap, sinks and another head size of V."""
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"window_left": 3}, r"window_size \(3, -1\) is not supported by v16_.*attn_mask"),
+            ({"window_right": 3}, r"window_size \(-1, 3\) is not supported by"),
+            ({"softcap": 50.0}, "softcap 50 is not supported by v16_.*: without softcap"),
+            ({"sinks": True}, r"sinks is not supported by v16_.* torch\.sigmoid\(lse - sinks\)"),
+            ({"d_v": 64}, "d_v 64: v16_.* is built for 128 with d_head 128: pad v with zeros"),
+        ],
+    )
+    def test_that_a_kernel_lacks_are_refused_with_a_way_out(self, options, message):
+        problem = AttentionForward(1, 1, 64, **options)
+        assert re.match(message, V16.refusal(problem))
+        assert not replace(EVERYTHING, d_v=problem.d_v).refusal(problem, "it")
+
+    @pytest.mark.parametrize("exact", [{WINDOW}, {SOFTCAP}, {WINDOW, SOFTCAP}])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_that_are_compiled_in_must_be_asked_for(self, exact, causal):
+        supports = replace(EVERYTHING, exact=frozenset(exact), causal=causal)
+        plain = AttentionForward(1, 1, 64, d_v=64)
+        adapted = supports.adapted(plain)
+        assert not supports.refusal(adapted, "it")
+        assert supports.adapted(adapted) == adapted
+        assert adapted.causal == causal
+        asked = {"window_left": 5} if WINDOW in exact else {"softcap": 2.0}
+        assert asked.items() <= vars(supports.adapted(replace(plain, **asked))).items()
+        assert supports.refusal(replace(plain, causal=causal), "it").startswith("no ")
+        assert not any(supports.refusal(corner, "it") for corner in supports.corners())
+
+    def test_have_corners_of_every_kind(self):
+        for causal in (False, True):
+            corners = [*replace(EVERYTHING, causal=causal).corners()]
+            assert {corner.causal for corner in corners} == {causal}
+            for name in ("window_left", "softcap", "sinks", "return_lse"):
+                assert {bool(getattr(corner, name)) for corner in corners} == {False, True}, name
+            blind = (c for c in corners if c.has_window and not c.visible_keys(0))
+            assert any(c.visible_keys(c.len_q - 1) for c in blind)
+            assert any(len(c.visible_keys(c.len_q - 1)) == 1 for c in corners if c.len_k > 1)
+
+    def test_of_strides_of_sinks(self):
+        sinks = AttentionForward(1, 4, 64, sinks=True).tensor("sinks")
+        assert V16.supports.layout_refusal(sinks, (1,)) == ""
+        assert "sinks has strides (2,)" in V16.supports.layout_refusal(sinks, (2,))
 
 
 class TestOtherFamily:
@@ -325,8 +381,12 @@ class TestGeneralSteps:
         [
             (BEFORE, {}, set()),
             (WITH_LENGTHS, {}, {TWO_LENGTHS}),
-            (WITH_OPTIONS, {}, {*ABILITIES}),
-            (WITH_CAUSAL, {"causal": True}, {*ABILITIES}),
+            (WITH_OPTIONS, {}, {TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE}),
+            (
+                WITH_CAUSAL,
+                {"causal": True},
+                {TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE},
+            ),
         ],
         ids=lambda value: getattr(value, "id", None),
     )

@@ -16,12 +16,17 @@ GENERAL = AttentionForward(
 )
 
 
-def visible_by_hand(problem: AttentionForward) -> int:
-    return sum(
-        not problem.causal or key <= query + problem.len_k - problem.len_q
-        for query in range(problem.len_q)
-        for key in range(problem.len_k)
-    )
+def visible_by_hand(len_q: int, len_k: int, left: int | None, right: int | None) -> list[list[int]]:
+    """The keys that each query sees."""
+    return [
+        [
+            key
+            for key in range(len_k)
+            if (left is None or key >= query + len_k - len_q - left)
+            and (right is None or key <= query + len_k - len_q + right)
+        ]
+        for query in range(len_q)
+    ]
 
 
 class TestSizes:
@@ -65,6 +70,13 @@ class TestSizes:
             ({"softmax_scale": -math.inf}, "softmax_scale -inf is negative"),
             ({"softmax_scale": math.nan}, "softmax_scale nan is not from"),
             ({"softmax_scale": 1e38}, "so that float32 holds it: scale q"),
+            ({"window_left": -1}, "window_left -1 is negative: use 0 or more, or None for no li"),
+            ({"window_right": -7, "causal": True}, "window_right -7 is negative"),
+            ({"softcap": -1.0}, "softcap -1: softcap must be from 2\\^-126 .*: 0 switches soft"),
+            ({"softcap": math.nan}, "softcap nan: softcap must be from"),
+            ({"softcap": math.inf}, "softcap inf: softcap must be from"),
+            ({"softcap": 1e37, "softmax_scale": 1e-30}, "softmax_scale / softcap must be from"),
+            ({"d_v": 0}, "d_v 0 is not positive"),
         ],
     )
     def test_that_pose_no_problem_are_refused(self, options, message):
@@ -72,13 +84,86 @@ class TestSizes:
             AttentionForward(1, 6, 64, **options)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("right", [None, 0, 1, 4])
+@pytest.mark.parametrize("left", [None, 0, 1, 4])
 @pytest.mark.parametrize(("len_q", "len_k"), [(1, 1), (7, 7), (7, 3), (3, 7), (1, 9), (9, 1)])
-def test_operations_are_those_of_the_pairs_that_are_seen(len_q, len_k, causal):
-    problem = AttentionForward(2, 3, len_q, 64, len_k=len_k, causal=causal)
-    assert problem.visible == visible_by_hand(problem)
-    assert problem.visible == sum(max(problem.visible_keys(i), 0) for i in range(len_q))
-    assert problem.operations == 4 * 2 * 3 * problem.visible * 64
+def test_operations_are_those_of_the_pairs_that_are_seen(len_q, len_k, left, right):
+    problem = AttentionForward(
+        *(2, 3, len_q, 64), len_k=len_k, window_left=left, window_right=right, d_v=16
+    )
+    seen = visible_by_hand(len_q, len_k, left, right)
+    assert [[*problem.visible_keys(query)] for query in range(len_q)] == seen
+    assert problem.visible == sum(map(len, seen))
+    assert problem.operations == 2 * 2 * 3 * problem.visible * (64 + 16)
+
+
+class TestWindow:
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [
+            ({"window_right": 0}, {"causal": True}),
+            ({"window_left": 2, "window_right": 0}, {"causal": True, "window_left": 2}),
+            ({"causal": True, "window_right": 1}, {"causal": True}),
+            (
+                {"causal": True, "window_left": 3, "window_right": 1},
+                {"window_left": 3, "causal": 1},
+            ),
+            ({"window_left": 4}, {}),
+            ({"window_left": 3}, {"window_left": 3}),
+            ({"window_right": 2}, {}),
+            ({"window_right": 1}, {"window_right": 1}),
+            ({"window_left": 2**40, "window_right": 2**40}, {}),
+        ],
+    )
+    def test_has_one_form(self, given, found):
+        sizes = (1, 2, 3)
+        assert AttentionForward(*sizes, len_k=5, **given) == AttentionForward(
+            *sizes, len_k=5, **found
+        )
+        shapes = {"q": (1, 3, 2, 128), "k": (1, 5, 2, 128), "v": (1, 5, 2, 128)}
+        posed = AttentionForward.posed(shapes, Element.BF16, **given)
+        assert posed == AttentionForward(*sizes, len_k=5, **found)
+
+    def test_is_told_with_other_options(self):
+        problem = AttentionForward(
+            *(1, 2, 8), causal=True, window_left=3, softcap=50.0, sinks=True, d_v=64
+        )
+        assert str(problem).endswith("d_head 128, causal, window_left 3, softcap 50, sinks, d_v 64")
+        texts = AttentionForward.together([problem, AttentionForward(1, 2, 16)], "len_q")
+        assert "window_left 3, softcap 50, sinks, d_v 64, 2 heads, batch 1 at 8, 1 at 16" in texts
+
+
+def test_sinks_and_another_head_size_of_v_have_shapes_of_their_own():
+    problem = AttentionForward(2, 6, 5, 64, len_k=3, kv_heads=2, sinks=True, d_v=16)
+    shapes = {tensor.name: tensor.shape for tensor in (*problem.inputs, *problem.outputs)}
+    assert shapes == {
+        "q": (2, 5, 6, 64),
+        "k": (2, 3, 2, 64),
+        "v": (2, 3, 2, 16),
+        "sinks": (6,),
+        "o": (2, 5, 6, 16),
+    }
+    assert AttentionForward.posed(shapes, problem.dtype) == problem
+    assert problem.tensor("sinks").element is problem.dtype
+    for name, shape, message in (
+        ("sinks", (5,), r"sinks has shape \(5,\) .*: heads must be equal, sinks \(6,\)"),
+        ("v", (2, 4, 2, 16), "batch, seq and heads must be equal"),
+        ("o", problem.shape, r"batch and d_head must be equal, o \(2, 5, 6, 16\)"),
+        ("v", (2, 3, 2, 0), "v has d_head 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AttentionForward.posed(shapes | {name: shape}, problem.dtype)
+
+
+def test_tensors_of_a_call_are_named_by_their_order_and_those_left_out():
+    names = AttentionForward.names
+    assert names(()) == names((1, 2, 3, None, None)) == ("q", "k", "v", "o")
+    assert names((1, 2, 3, 4, None, 6)) == ("q", "k", "v", "o", "sinks")
+    assert names(range(1, 7)) == tuple(AttentionForward.axes)
+    for tensors in ({"k": 2, "q": 1, "v": 3}, {"q": 1, "sinks": 6}, {}):
+        arranged = AttentionForward.arranged(tensors)
+        assert {n: x for n, x in zip(AttentionForward.axes, arranged) if x is not None} == tensors  # noqa: B905
+        assert not arranged or arranged[-1] is not None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +175,8 @@ def test_a_scale_that_float32_cannot_tell_from_the_usual_one_is_it(scale, usual)
 
 class TestRecord:
     def test_of_a_problem_is_read_back(self):
-        for problem in (GENERAL, AttentionForward(2, 3, 64), SquaresBackwards(3, 0.5)):
+        window = AttentionForward(2, 3, 64, window_left=3, softcap=2.0, sinks=True, d_v=64)
+        for problem in (GENERAL, window, AttentionForward(2, 3, 64), SquaresBackwards(3, 0.5)):
             record = json.loads(json.dumps(problem.record()))
             assert record["operation"] == problem.operation
             assert type(problem).from_record(record) == problem
@@ -115,6 +201,7 @@ class TestRecord:
             ({"causal": 1}, "causal 1 is no bool"),
             ({"softmax_scale": "1"}, "softmax_scale '1' is no float"),
             ({"dtype": 1}, "dtype 1 is no Element"),
+            ({"window_left": True}, "window_left True is no int"),
             ({"dtype": "fp17"}, "dtype 'fp17' is not one of fp16"),
             ({"heads": 0}, "heads 0 is not positive"),
         ],

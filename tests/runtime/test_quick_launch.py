@@ -212,7 +212,7 @@ class TestCall:
             quick = Quick(launches)
             plan = call.prepare(CONFIG, tensor(), tensor(), tensor()).plan
             asked = CONFIG.short_form(), (("softmax_scale", None),)
-            call._quick_plans[AttentionForward, asked, tensor().shape, 4] = replace(
+            call._quick_plans[AttentionForward, asked, tensor().shape, tuple("qkvo")] = replace(
                 plan, quick=quick
             )
             return quick

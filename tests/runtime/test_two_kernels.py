@@ -122,7 +122,9 @@ class TestSimulator:
         assert list(ready.outputs) == ["y"]
         ready.run()
         assert torch.equal(ready.output, expected(x))
-        given, y = call.compute(SquaresBackwards, (CONFIG, (("factor", 0.5),)), (x, None))
+        given, y = call.compute(
+            SquaresBackwards, (CONFIG, (("factor", 0.5),)), ("x", "y"), (x, None)
+        )
         assert given is x
         assert torch.equal(y, expected(x))
 

@@ -162,8 +162,10 @@ def profile(arguments: argparse.Namespace) -> str:
 
     def simulate(config: Config, inputs: Sequence[torch.Tensor]) -> Run:
         problem = shape.in_dtype(config.dtype)
-        outputs = [torch.empty(x.shape, dtype=torch_dtype(x.element)) for x in problem.outputs]
-        return prepare(config, *inputs, *outputs, **problem.call_options()).simulate()
+        tensors = dict(zip((x.name for x in problem.inputs), inputs, strict=True)) | {
+            x.name: torch.empty(x.shape, dtype=torch_dtype(x.element)) for x in problem.outputs
+        }
+        return prepare(config, *problem.arranged(tensors), **problem.call_options()).simulate()
 
     profiles = profile_kernels(configs, shape, simulate)
     return source(profiles[0], arguments) if arguments.by_line else comparison(profiles, arguments)

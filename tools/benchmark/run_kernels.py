@@ -10,7 +10,6 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,8 +82,7 @@ def chosen(arguments: argparse.Namespace, backend: Backend) -> list[tuple[Config
     found = []
     for config in configs:
         problem = problems[config.family.operation.name].in_dtype(config.dtype)
-        fixed = {name: value for name, value in config.supports.options.items() if value}
-        problem = replace(problem, **fixed)
+        problem = config.supports.adapted(problem)
         require_supported([config], problem)
         found.append((config, problem))
     return found
@@ -92,7 +90,7 @@ def chosen(arguments: argparse.Namespace, backend: Backend) -> list[tuple[Config
 
 def launches(
     arguments: argparse.Namespace, backend: Backend
-) -> list[tuple[Problem, Callable[[list[Any]], object]]]:
+) -> list[tuple[Problem, Callable[[dict[str, Any]], object]]]:
     """Return the problem, and a function of its tensors, for each requested kernel or dtype.
 
     Raises UsageError if nothing can be launched.
@@ -107,17 +105,16 @@ def launches(
     problem = asked_problem(arguments, operation.small)
     baselines = operation.part("baselines")
 
-    def run(tensors: list[Any]) -> object:
-        named = dict(zip(problem.axes, tensors, strict=False))
-        return baselines.run(arguments.library, problem, named)
+    def run(tensors: dict[str, Any]) -> object:
+        return baselines.run(arguments.library, problem, tensors)
 
     known = {dtype for f in FAMILIES.values() if f.operation is operation for dtype in f.dtypes}
     dtypes = parse_dtypes(arguments.dtype)
     return [(problem.in_dtype(dtype), run) for dtype in dtypes if dtype in known]
 
 
-def _execute(backend: Backend, config: Config, problem: Problem, tensors: list[Any]) -> object:
-    return backend.execute(config, tensors, problem.call_options())
+def _execute(backend: Backend, config: Config, problem: Problem, tensors: dict[str, Any]) -> object:
+    return backend.execute(config, problem.arranged(tensors), problem.call_options())
 
 
 def cluster_blocks(config: Config, problem: Problem) -> int:
@@ -140,11 +137,11 @@ def run(arguments: argparse.Namespace) -> None:
         return
     for problem, launch in launches(arguments, backend):
         draw = OPERATIONS[problem.operation].part("inputs").draw
-        outputs = [
-            torch.empty(x.shape, dtype=torch_dtype(x.element), device=backend.device)
+        outputs = {
+            x.name: torch.empty(x.shape, dtype=torch_dtype(x.element), device=backend.device)
             for x in problem.outputs
-        ]
-        tensors = [*draw("normal", problem, backend.device).values(), *outputs]
+        }
+        tensors = {**draw("normal", problem, backend.device), **outputs}
         for _ in range(arguments.repeat):
             launch(tensors)
         backend.synchronize()

@@ -186,10 +186,8 @@ def compare(arguments: argparse.Namespace) -> int:
     config = chosen_config(arguments)
     operation = config.family.operation
     require_options_of(arguments, [operation.name])
-    for name, fixed in config.supports.options.items():
-        if fixed and getattr(arguments, name, None) is None:
-            setattr(arguments, name, fixed)
     problem = asked_problem(arguments, operation.debugged).in_dtype(config.dtype)
+    problem = config.supports.adapted(problem)
     require_supported([config], problem)
     excerpt = chosen_excerpt(arguments, config, problem)
     try:

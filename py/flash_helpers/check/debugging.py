@@ -150,7 +150,7 @@ def run_on(
     The problem has the usual options, or those that the config fixes.
     """
     tensors = {n: x.to(backend.device) for n, x in tensors_for(config, problem, inputs).items()}
-    backend.execute(config, list(tensors.values()), problem.call_options())
+    backend.execute(config, problem.arranged(tensors), problem.call_options())
     backend.synchronize()
     return {tensor.name: tensors[tensor.name].cpu().contiguous() for tensor in problem.outputs}
 

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -102,10 +102,10 @@ class KernelCheck:
 
 
 def _own_problem(config: Config, problems: Mapping[str, Problem]) -> Problem:
-    """Return the problem of a config's operation, with the config's dtype and what it fixes, such
-    as a mask."""
+    """Return the problem of a config's operation, with the config's dtype and what is compiled into
+    it, such as a mask."""
     problem = problems[config.family.operation.name].in_dtype(config.dtype)
-    return replace(problem, **{name: True for name, on in config.supports.options.items() if on})
+    return config.supports.adapted(problem)
 
 
 def _with_masks(configs: Sequence[Config]) -> list[Config]:
@@ -192,20 +192,21 @@ def _check_kernel(
     problem = request.problem_of(config)
     ran = config.runs_as(problem.strides())
     try:
-        outputs = [
-            torch.full(
+        outputs = {
+            tensor.name: torch.full(
                 tensor.shape,
                 unwritten(tensor),
                 dtype=torch_dtype(tensor.element),
                 device=backend.device,
             )
             for tensor in problem.outputs
-        ]
-        found = backend.execute(config, [*inputs.values(), *outputs], problem.call_options())
+        }
+        tensors = problem.arranged({**inputs, **outputs})
+        found = backend.execute(config, tensors, problem.call_options())
         backend.synchronize()
         checks = tuple(
-            _check_output(tensor, output, reference, request.diff)
-            for tensor, output in zip(problem.outputs, outputs, strict=True)
+            _check_output(tensor, outputs[tensor.name], reference, request.diff)
+            for tensor in problem.outputs
         )
     except Exception as error:  # an error of one kernel must not stop the others
         checks = tuple(

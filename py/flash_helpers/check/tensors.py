@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from flash_helpers.kernel_configs import Config, Problem
-from flash_helpers.registry.problem import Tensor
+from flash_helpers.registry.problem import Role, Tensor
 from flash_helpers.runtime.tensors import torch_dtype, with_strides
 
 
@@ -31,7 +31,9 @@ def tensors_for(
     """
     strides = strides or config.own_strides(problem)
     found = {}
-    for tensor in (*problem.inputs, *problem.outputs):
+    for tensor in problem.tensors:
+        if tensor.role is Role.OPTIONAL:
+            continue
         own = strides.get(tensor.name, tensor.strides)
         fill = unwritten(tensor) if tensor.is_output else 0
         found[tensor.name] = with_strides(tensor, own, fill)

@@ -113,6 +113,6 @@ def problem_options(problem: Problem) -> list[str]:
         option = "--" + field.metadata.get("name", field.name).replace("_", "-")
         if isinstance(value, bool):
             found += [option] * value
-        else:
+        elif value is not None:
             found += [option, str(value)]
     return found

@@ -98,7 +98,7 @@ def kernel_contender(
     code, by the config that may be launched for it."""
 
     def run(inputs: InputSet) -> torch.Tensor:
-        tensors = [*inputs.inputs.values(), *inputs.outputs.values()]
+        tensors = inputs.problem.arranged({**inputs.inputs, **inputs.outputs})
         execute(config, tensors, inputs.problem.call_options())
         return next(iter(inputs.outputs.values()))
 

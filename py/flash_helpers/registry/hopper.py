@@ -186,7 +186,7 @@ class HopperKernelConfig(Config):
             return blocks
         together = WGMMA_M if OWN_KEYS in self.step.traits else self.B_r
         last_query = min((query // together + 1) * together, problem.len_q) - 1
-        seen = max(-(-problem.visible_keys(last_query) // self.B_c), 1)
+        seen = max(-(-problem.visible_keys(last_query).stop // self.B_c), 1)
         return blocks[-seen:]
 
     @property
@@ -199,7 +199,7 @@ class HopperKernelConfig(Config):
     def first_keys(self, problem: AttentionForward, query: int) -> int:
         """Keys that the warp of a query multiplies with of the first block that it takes."""
         first = self.own_key_blocks(problem, query)[0] * self.B_c
-        seen = problem.visible_keys(query // WGMMA_M * WGMMA_M + WGMMA_M - 1) - first
+        seen = problem.visible_keys(query // WGMMA_M * WGMMA_M + WGMMA_M - 1).stop - first
         return self.few_keys if self.few_keys and seen <= self.few_keys else self.B_c
 
     def variants(self) -> tuple[HopperKernelConfig, ...]:
@@ -381,7 +381,7 @@ def _tensor_map(
 
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
-    batch, length, heads, d_head = problem.kv_shape if name in "kv" else problem.shape
+    batch, length, heads, d_head = problem.tensor(name).shape
     sizes = (PIECE, length, d_head // PIECE, heads, batch)
     of_batch, of_row, of_head, _ = strides
     in_elements = (of_row, PIECE, of_head, of_batch)

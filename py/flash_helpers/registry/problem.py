@@ -6,12 +6,13 @@ references and error bounds are in the operation's folder. Standard library only
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum, IntEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 Own = TypeVar("Own", bound="Problem")
 
@@ -70,7 +71,7 @@ _BYTES = {
 
 
 class Role(Enum):
-    """Use of a tensor by a kernel. OPTIONAL: an output that the problem does not ask for."""
+    """Use of a tensor by a kernel. OPTIONAL: a tensor that the problem does not ask for."""
 
     IN = "in"
     OUT = "out"
@@ -110,13 +111,18 @@ class Tensor:
         return tuple(reversed(found))
 
 
+# The value of all elements of an output, or a function of the call's tensors, by name, whose result
+# is expanded to the output's shape.
+Elements: TypeAlias = "float | Callable[[Mapping[str, Any]], Any]"
+
+
 @dataclass(frozen=True)
 class Constant:
     """A call whose outputs are known without a kernel, such as one over empty tensors. `tensors`:
     those of the call, with their shapes. `values`: of each output's elements, by name."""
 
     tensors: tuple[Tensor, ...]
-    values: Mapping[str, float]
+    values: Mapping[str, Elements]
 
 
 # Elements between neighbours along each dimension, by tensor; 0 along a dimension of size 1.
@@ -127,8 +133,8 @@ def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
     """Return a field that the command line has an option for.
 
     `text`: help of the option. `flag`: `name` of the option if it is not the field's; `metavar`;
-    `title`: the field in words, if they differ from the option's name; `most`: largest value in a
-    call of an exported kernel.
+    `title`: the field in words, if they differ from the option's name; `least`, `most`: smallest
+    and largest value in a call of an exported kernel.
     """
     return field(default=default, metadata={"help": text, **flag})
 
@@ -137,8 +143,9 @@ class Problem:
     """A frozen dataclass of one operation: sizes, element types and options.
 
     `operation`: name of the operation's folder. `axes`: dimensions of each tensor that a call may
-    pass, by name, in the order in which calls take them. `optional`: names of outputs that are
-    computed only if a call passes them. `elements`: possible element types of the first tensor.
+    pass, by name, in the order in which calls take them. `optional`: names of tensors that a call
+    may leave out; such an output is computed only if a call passes it. `elements`: possible element
+    types of the first tensor.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # each subclass is a dataclass
@@ -164,19 +171,18 @@ class Problem:
         return ", ".join(f"{name} {', '.join(found)}" for name, found in values.items())
 
     @classmethod
-    def names(cls, count: int) -> tuple[str, ...]:
-        """Return the names of `count` tensors of a call: all of them, or all but the optional ones.
+    def names(cls, given: Sequence[object | None]) -> tuple[str, ...]:
+        """Return the names of a call's tensors, which are given in the order of `axes`; those that
+        may be left out are None or missing at the end."""
+        every = itertools.zip_longest(cls.axes, given)
+        return tuple(n for n, x in every if x is not None or n not in cls.optional)
 
-        Raises ValueError for another number.
-        """
-        every = tuple(cls.axes)
-        needed = tuple(name for name in every if name not in cls.optional)
-        for names in (needed, every):
-            if len(names) == count:
-                return names
-        raise ValueError(
-            f"{cls.operation} takes {len(needed)} or {len(every)} tensors: not {count}"
-        )
+    @classmethod
+    def arranged(cls, tensors: Mapping[str, Any]) -> list[Any]:
+        """Return tensors, given by name, in the order of `axes`, with None for those left out and
+        nothing behind the last one."""
+        last = max((n for n, name in enumerate(cls.axes) if name in tensors), default=-1)
+        return [tensors.get(name) for name in [*cls.axes][: last + 1]]
 
     @property
     @abstractmethod
@@ -200,8 +206,9 @@ class Problem:
         """Return the problem that tensors of these shapes pose.
 
         `shapes`: shapes of the tensors given, each with as many dimensions as `axes` has names; an
-        output that is given is computed. `dtype`: dtype of the first tensor. `options`: fields that
-        no shape tells. Raises ValueError for shapes that do not fit together or are empty.
+        optional tensor that is given is used, or computed. `dtype`: dtype of the first tensor.
+        `options`: fields that no shape tells. Raises ValueError for shapes that do not fit together
+        or are empty.
         """
 
     @classmethod
@@ -275,6 +282,7 @@ _IN_JSON: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (int, float),
     "int": (int,),
+    "int | None": (int, type(None)),
     "str": (str,),
 }
 

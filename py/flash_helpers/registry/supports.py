@@ -30,6 +30,10 @@ class Supports(Protocol):
         """Return the abilities that a problem needs and the kernel lacks, by name: the values in
         words, and the way out."""
 
+    def adapted(self, problem: Any) -> Any:
+        """Return the problem with the options that are compiled into the kernel, such as a mask:
+        as they are, or usual ones where the problem lacks them."""
+
     def refusal(self, problem: Any, kernel: str) -> str:
         """Return the reason why the kernel does not take a problem, with the way out; "" if it
         does.

@@ -15,7 +15,7 @@ from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Run
 from flash_helpers.registry.call import Call
-from flash_helpers.registry.problem import Problem, Tensor
+from flash_helpers.registry.problem import Elements, Problem, Tensor
 from flash_helpers.runtime import library, simulator, tensors
 from flash_helpers.runtime.call_log import CallLog, LoggedCall
 
@@ -25,8 +25,7 @@ _PLANS_KEPT = 1024
 Asked: TypeAlias = "tuple[Hashable, tuple[tuple[str, Any], ...]]"
 # Finds the config for what was asked and these tensors, by name.
 Choose: TypeAlias = "Callable[[Asked, Mapping[str, torch.Tensor]], Config]"
-# Tensors in the order of `Problem.axes`: None for an output to allocate, and without optional ones
-# that the caller does not ask for.
+# Tensors that go with their names, in the order of `Problem.axes`: None for an output to allocate.
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
 
 
@@ -55,7 +54,7 @@ class Plan:
     span_bytes: tuple[int, ...]
     options: Mapping[str, Any]
     quick: library.QuickLaunch | None = None
-    constants: Mapping[str, float] | None = None
+    constants: Mapping[str, Elements] | None = None
 
     def filled(self, given: Given) -> list[Any]:
         """Return the tensors, with new ones for outputs that were left out."""
@@ -104,9 +103,7 @@ class ReadyCall(NamedTuple):
     @property
     def problem(self) -> Problem:
         """The problem that the tensors pose."""
-        kind = self.config.family.operation.problem
-        options = {**self.plan.options, **self.config.supports.options}
-        return tensors.posed_problem(kind, self.config.dtype, self.tensors, **options)
+        return tensors.problem_for(self.config, self.tensors, **self.plan.options)
 
     @property
     def output(self) -> torch.Tensor:
@@ -127,7 +124,8 @@ class ReadyCall(NamedTuple):
         if self.plan.constants is not None:
             with self.logged(), torch.inference_mode():  # which may write inference tensors
                 for name, value in self.plan.constants.items():
-                    self.tensors[name].fill_(value)
+                    output = self.tensors[name]
+                    output.copy_(value(self.tensors)) if callable(value) else output.fill_(value)
         elif self.is_simulated:
             self.simulate()
         else:
@@ -164,9 +162,9 @@ class ReadyCall(NamedTuple):
 _log = CallLog.from_environment()
 _plans: dict[Hashable, Plan] = {}
 # The last plan that has `quick`, by the operation, what was asked, the first tensor's shape and the
-# number of tensors. No more than that, since more takes longer to look up: `quick` compares the
+# names of the tensors. No more than that, since more takes longer to look up: `quick` compares the
 # rest. With a log there are none: so a call without one has nothing to ask about it.
-_quick_plans: dict[tuple[type[Problem], Asked, torch.Size, int], Plan] = {}
+_quick_plans: dict[tuple[type[Problem], Asked, torch.Size, tuple[str, ...]], Plan] = {}
 
 
 @functools.cache
@@ -304,16 +302,16 @@ def _resolve(asked: Asked, _: object) -> Config:
 
 
 def _checked(
-    kind: type[Problem], asked: Asked, given: Given, choose: Choose
+    kind: type[Problem], asked: Asked, names: tuple[str, ...], given: Given, choose: Choose
 ) -> tuple[Plan, dict[str, torch.Tensor], dict[str, int]]:
     """Return the plan for these tensors, the tensors with their outputs, and their addresses, by
     name."""
-    layouts: tuple[Any, ...] = (kind, asked)
+    layouts: tuple[Any, ...] = (kind, asked, names)
     for x in given:
         layouts += (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)
     plan = _plans.get(layouts)
     if plan is None:
-        by_name = tensors.named(zip(kind.names(len(given)), given, strict=True))
+        by_name = tensors.named(zip(names, given, strict=True))
         plan = _constant_plan(kind, asked, by_name)
         plan = plan or _make_plan(choose(asked, by_name), by_name, dict(asked[1]))
         if len(_plans) >= _PLANS_KEPT:
@@ -343,8 +341,8 @@ def prepare(cfg: Config | str, *given: torch.Tensor | None, **options: Any) -> R
     """Check a call of a config on dense tensors, and compile its kernels if they are new.
 
     `given`: the problem's tensors in the order of `Problem.axes`; an output that is None or left
-    out is allocated, contiguous; an optional one is not computed then. `options`: options of the
-    problem, such as softmax_scale.
+    out is allocated, contiguous, unless it is optional. `options`: options of the problem, such as
+    softmax_scale.
 
     The checks of dtypes, shapes and strides run once for each layout, not in every call.
 
@@ -353,33 +351,35 @@ def prepare(cfg: Config | str, *given: torch.Tensor | None, **options: Any) -> R
     """
     kind = library.resolve(cfg).family.operation.problem
     asked = (cfg, tuple(options.items()))
-    every = (*given, *(None,) * (len(kind.axes) - len(given)))
-    wanted = tuple(
-        x
-        for name, x in zip(kind.axes, every, strict=True)
-        if x is not None or name not in kind.optional
-    )
-    return ReadyCall(*_checked(kind, asked, wanted, _resolve))
+    names = kind.names(given)
+    by_name = dict(zip(kind.axes, given, strict=False))
+    found = tuple(by_name.get(name) for name in names)
+    return ReadyCall(*_checked(kind, asked, names, found, _resolve))
 
 
 def compute(
-    kind: type[Problem], asked: Asked, given: Given, choose: Choose = _resolve
+    kind: type[Problem],
+    asked: Asked,
+    names: tuple[str, ...],
+    given: Given,
+    choose: Choose = _resolve,
 ) -> list[torch.Tensor]:
     """`prepare` and run, in as little time as possible; returns all tensors, outputs included.
 
     `kind`: problem class of the operation. `asked`: a config or its short form, or a key that
-    `choose` finds a config for; and options.
+    `choose` finds a config for; and options. `names`: names of the tensors given, in the order of
+    `Problem.axes`, with all that are not optional.
     """
     first = given[0]
     assert first is not None  # an input
-    key = (kind, asked, first.shape, len(given))
+    key = (kind, asked, first.shape, names)
     plan = _quick_plans.get(key)
     if plan is not None and plan.quick is not None:
         every = plan.filled(given)
         if not any(every[n].requires_grad for n, _ in plan.outputs) and plan.quick(*every):
             return every
         del every  # its memory may be needed
-    plan, found, addresses = _checked(kind, asked, given, choose)
+    plan, found, addresses = _checked(kind, asked, names, given, choose)
     if plan.device is None or plan.constants is not None or _log is not None:
         ReadyCall(plan, found, addresses).run()
     else:

@@ -53,14 +53,14 @@ class SavedCall:
 
     def tensors(self, device: torch.device | str) -> list[torch.Tensor | None]:
         """Return the tensors that a call takes, in the order of `Problem.axes`, on a device: inputs
-        as they were, and memory for the outputs. An optional output that was not computed is
+        as they were, and memory for the outputs. An optional tensor that the call did without is
         None."""
         found: dict[str, torch.Tensor] = {
             name: torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for name, (shape, strides, dtype) in self.layouts.items()
         }
         found |= copies(self.inputs, device)
-        return [found.get(name) for name in type(self.problem).axes]
+        return self.problem.arranged(found)
 
 
 def device_text(device: torch.device) -> str:

@@ -20,7 +20,7 @@ from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, loa
 from flash_helpers.ptx.tensor_map import TensorMap as SimulatedTensorMap
 from flash_helpers.registry.call import Call, Launch, TensorMap
 from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.tensors import device_for, kernel_strides, posed_problem
+from flash_helpers.runtime.tensors import device_for, kernel_strides, problem_for
 
 ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
@@ -68,7 +68,7 @@ def run_kernel(
 
     `kernel`: the config's kernel, from `load_kernel`; several kernels are given by their names
     (`Config.kernels`). `tensors`: the problem's inputs and outputs by name, on the CPU, in strides
-    that the config takes. Outputs are written, optional ones only if they are given.
+    that the config takes. Outputs are written. Optional tensors are used if they are given.
 
     `device`: the GPU that the launches are made for, by default the largest that the family is
     compiled for. `keep_going`: collect faults in the run instead of raising the first one.
@@ -80,9 +80,8 @@ def run_kernel(
     do not fit together.
     """
     kind = config.family.operation.problem
-    options |= config.supports.options
     ordered = {name: tensors[name] for name in kind.axes if name in tensors}
-    problem = posed_problem(kind, config.dtype, ordered, **options)
+    problem = problem_for(config, ordered, **options)
     strides = {name: kernel_strides(tensor) for name, tensor in ordered.items()}
     device = device or device_for(config.family, torch.device("cpu"))
     call = config.call(problem, strides, device)
@@ -185,8 +184,7 @@ def run_shipped(
         name: _read_kernel(config, ptx_path(config, function), function)
         for function, name in config.kernels.items()
     }
-    kind = config.family.operation.problem
-    problem = posed_problem(kind, config.dtype, tensors, **{**options, **config.supports.options})
+    problem = problem_for(config, tensors, **options)
     with _announced(config, problem) as progress:
         return run_kernel(
             config,

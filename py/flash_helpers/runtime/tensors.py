@@ -77,9 +77,9 @@ def posed_problem(
 ) -> Own:
     """Return the problem of an operation that tensors pose, whether a kernel takes it or not.
 
-    `tensors`: tensors by name, in the order of `kind.axes`; they need no memory. An optional output
-    that is given is computed. `dtype`: dtype of the problem. `taker`: name of the function or
-    kernel that takes the tensors, for messages. `options`: fields that no tensor tells.
+    `tensors`: tensors by name, in the order of `kind.axes`; they need no memory. An optional tensor
+    that is given is used, or computed. `dtype`: dtype of the problem. `taker`: name of the function
+    or kernel that takes the tensors, for messages. `options`: fields that no tensor tells.
 
     Raises TypeError for a tensor of another element type than the problem has; ValueError for
     devices and shapes that do not fit together or are empty, and for all that the problem refuses.
@@ -151,12 +151,24 @@ def _check_given(
             )
 
 
+def problem_for(config: Config, tensors: Mapping[str, Laid], **options: Any) -> Problem:
+    """Return the problem that tensors pose to a config, whether it takes the problem or not.
+
+    Options that are not given are those that the config fixes, such as a mask. Raises as
+    `posed_problem` does, and TypeError for a dtype that is not the config's.
+    """
+    return posed_problem(
+        config.family.operation.problem,
+        config.dtype,
+        tensors,
+        taker=config.short_form(),
+        **{**config.supports.options, **options},
+    )
+
+
 def check_problem(config: Config, tensors: Mapping[str, Laid], **options: Any) -> Problem:
-    """Return the problem that tensors pose to a config. Raises as `posed_problem` does, TypeError
-    for a dtype that is not the config's, and ValueError for a problem that the config refuses."""
-    kind = config.family.operation.problem
-    options |= config.supports.options
-    problem = posed_problem(kind, config.dtype, tensors, taker=config.short_form(), **options)
+    """Return `problem_for`. Raises ValueError, too, for a problem that the config refuses."""
+    problem = problem_for(config, tensors, **options)
     if reason := config.refusal(problem):
         raise ValueError(reason)
     return problem

@@ -10,14 +10,17 @@ import torch
 from fake_backend import float32_kernel
 
 from flash_helpers.check.errors import OutputError, measure_error, relative_bound
-from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
+from flash_helpers.kernel_configs import AttentionForward, Element, get_kernel_progression_configs
+from flash_helpers.operations.attention_forward.inputs import draw as draw_problem
 from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
 from flash_helpers.operations.attention_forward.reference import (
+    _attention,
     attention_float64,
     attention_reference,
     attention_same_dtype,
     lse_bound,
+    reference,
 )
 
 CONFIG = get_kernel_progression_configs()[0]
@@ -76,20 +79,29 @@ def draw(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype=torch.float6
 
 
 def attention_by_loops(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    left: float = math.inf,
+    right: float = math.inf,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and LSE, one query and one key at a time."""
     q, k, v = (x.double().numpy() for x in (q, k, v))
     batch, len_q, heads, _ = q.shape
-    _, len_k, kv_heads, _ = k.shape
-    output, lse = np.zeros(q.shape), np.full((batch, heads, len_q), -np.inf)
+    _, len_k, kv_heads, d_v = v.shape
+    output, lse = np.zeros((*q.shape[:3], d_v)), np.full((batch, heads, len_q), -np.inf)
     for b, h, i in np.ndindex(batch, heads, len_q):
         shared = h // (heads // kv_heads)
-        total = 0.0
+        total = 0.0 if sinks is None else math.exp(sinks[h])
         for j in range(len_k):
-            if causal and j > i + len_k - len_q:
+            if not -left <= j - (i + len_k - len_q) <= right:
                 continue
-            weight = np.exp(scale * np.dot(q[b, i, h], k[b, j, shared]))
+            logit = scale * np.dot(q[b, i, h], k[b, j, shared])
+            weight = np.exp(softcap * np.tanh(logit / softcap) if softcap else logit)
             total += weight
             output[b, i, h] += weight * v[b, j, shared]
         if total:
@@ -107,10 +119,86 @@ def test_output_and_lse_are_those_of_a_plain_loop(
 ) -> None:
     q, k, v = draw((2, len_q, 6, 16), (2, len_k, kv_heads, 16))
     found = attention_reference(q, k, v, causal=causal, softmax_scale=scale)
-    output, lse = attention_by_loops(q, k, v, causal, 0.25 if scale is None else scale)
+    output, lse = attention_by_loops(
+        q, k, v, right=0 if causal else math.inf, scale=0.25 if scale is None else scale
+    )
     np.testing.assert_allclose(found.expected["o"], output, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(found.expected["lse"], lse, rtol=1e-12, atol=1e-14)
     assert found.expected["lse"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_left": 2},
+        {"window_right": 1},
+        {"window_left": 0, "window_right": 3},
+        {"window_left": 1, "window_right": 0},
+        {"softcap": 0.5},
+        {"sinks": True},
+        {"window_left": 2, "window_right": 1, "softcap": 1.5, "sinks": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("len_q", "len_k"), [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize("max_scores", [13, 2**20])
+def test_options_are_those_of_a_plain_loop(max_scores, len_q, len_k, options) -> None:
+    problem = AttentionForward(
+        2, 4, len_q, 16, Element.FP16, len_k=len_k, kv_heads=2, d_v=8, **options
+    )
+    inputs = draw_problem("normal", problem)
+    assert tuple(inputs) == ("q", "k", "v", *(["sinks"] if problem.sinks else []))
+    found = reference(problem, inputs)
+    q, k, v = (inputs[name] for name in "qkv")
+    bounds = {"left": problem.window_left, "right": 0 if problem.causal else problem.window_right}
+    output, lse = attention_by_loops(
+        *(q, k, v),
+        scale=0.25,
+        softcap=problem.softcap,
+        sinks=inputs.get("sinks"),
+        **{name: math.inf if bound is None else bound for name, bound in bounds.items()},
+    )
+    np.testing.assert_allclose(found.expected["o"], output, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(found.expected["lse"], lse, rtol=1e-12, atol=1e-14)
+    chunks = attention_float64(
+        q,
+        k,
+        v,
+        max_scores,
+        causal=problem.causal,
+        sinks=inputs.get("sinks"),
+        **problem.call_options(),
+    )
+    np.testing.assert_allclose(chunks, output, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [Element.FP16, Element.BF16])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_right_kernel_with_options_is_within_its_bounds_and_a_wrong_one_is_not(
+    distribution: str, dtype: Element
+) -> None:
+    options = {"window_left": 20, "window_right": 9, "softcap": 30.0, "sinks": True}
+    problem = AttentionForward(1, 2, 64, 32, dtype, **options)
+    inputs = draw_problem(distribution, problem)
+    right = reference(problem, inputs)
+
+    def error(**changes) -> tuple[bool, bool]:
+        """Whether the output and the LSE in float32 are within the bounds; changes: of options."""
+        q, k, v = (inputs[name].float() for name in "qkv")
+        asked = {**problem.call_options(), "sinks": inputs["sinks"], **changes}
+        o, lse = _attention(q, k, v, torch.float32, 2**20, **asked)
+        found = {"o": o.to(inputs["q"].dtype), "lse": lse}
+        return tuple(
+            measure_error(x, right.expected[name]).within(right.bounds[name])
+            for name, x in found.items()
+        )
+
+    assert error() == (True, True)
+    if distribution != "constant_rows":  # where hidden keys are like the others
+        assert error(window_left=21) != (True, True)
+        assert error(window_right=8) != (True, True)
+    assert error(sinks=inputs["sinks"] * 2) != (True, True)
+    assert error(sinks=None) != (True, True)
 
 
 @pytest.mark.parametrize("function", [attention_float64, attention_same_dtype])

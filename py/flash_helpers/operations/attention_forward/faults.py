@@ -341,9 +341,10 @@ def problem_of(config: AttentionConfig) -> AttentionForward:
     """
     if config.supports.causal:
         len_q, len_k = COUNTED_FROM * config.B_r, 2 * config.B_c + WGMMA_M
-        return AttentionForward(1, 1, len_q, dtype=config.dtype, len_k=len_k, causal=True)
-    whole = config.supports.whole
-    return AttentionForward(1, 1, -(-3 * config.B_c // whole) * whole, dtype=config.dtype)
+    else:
+        whole = config.supports.whole
+        len_q = len_k = -(-3 * config.B_c // whole) * whole
+    return config.supports.problem(1, 1, len_q, len_k)
 
 
 def device_of(config: AttentionConfig) -> Device:

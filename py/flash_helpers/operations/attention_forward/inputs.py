@@ -1,4 +1,4 @@
-"""Draws Q, K and V by the name of their distribution."""
+"""Draws Q, K and V by the name of their distribution, and sinks that fit them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator, mean: float = ME
 
 def _draw_normal(problem: AttentionForward, generator: torch.Generator) -> QKV:
     q, k, v = (
-        _normal(shape, generator) for shape in (problem.shape, problem.kv_shape, problem.kv_shape)
+        _normal(shape, generator) for shape in (problem.shape, problem.kv_shape, problem.v_shape)
     )
     return q, k, v
 
@@ -37,7 +37,7 @@ def _draw_large_logits(problem: AttentionForward, generator: torch.Generator) ->
     factor = LARGE_LOGIT_STD**0.5
     q = _normal(problem.shape, generator, mean=0.0).mul_(factor)
     k = _normal(problem.kv_shape, generator, mean=0.0).mul_(factor)
-    return q, k, _normal(problem.kv_shape, generator)
+    return q, k, _normal(problem.v_shape, generator)
 
 
 def _draw_constant_rows(problem: AttentionForward, generator: torch.Generator) -> QKV:
@@ -45,7 +45,7 @@ def _draw_constant_rows(problem: AttentionForward, generator: torch.Generator) -
     one_value_a_row, one_value_a_head = (*problem.shape[:3], 1), (batch, 1, kv_heads, 1)
     q = _normal(one_value_a_row, generator).expand(problem.shape).contiguous()
     k = _normal(one_value_a_head, generator).expand(problem.kv_shape).contiguous()
-    return q, k, _normal(problem.kv_shape, generator)
+    return q, k, _normal(problem.v_shape, generator)
 
 
 def _draw_outliers(problem: AttentionForward, generator: torch.Generator) -> QKV:
@@ -64,8 +64,9 @@ def _draw_countable(problem: AttentionForward, generator: torch.Generator) -> QK
 
     _, seq, _, column = positions(problem.shape)
     q = (seq + column) % 3 - 1
-    batch, seq, head, column = positions(problem.kv_shape)
+    _, seq, head, column = positions(problem.kv_shape)
     k = (seq + 2 * column + head) % 3 - 1
+    batch, seq, head, column = positions(problem.v_shape)
     v = (batch + seq + head + column) % 16
     return q.float(), k.float(), v.float()
 
@@ -104,6 +105,19 @@ def make_inputs(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def _draw_sinks(problem: AttentionForward, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return, for each head, the largest logit of the first batch's last query: a sink that takes a
+    part of the sum, neither nothing nor all. The last of several heads has none, which is -inf."""
+    keys = k[0].repeat_interleave(problem.heads // problem.kv_heads, dim=1)
+    logits = torch.einsum("hd,khd->hk", q[0, -1].double(), keys.double()) * problem.softmax_scale
+    if problem.softcap:
+        logits = problem.softcap * torch.tanh(logits / problem.softcap)
+    sinks = logits.amax(-1)
+    if problem.heads > 1:
+        sinks[-1] = -torch.inf
+    return sinks.to(q.dtype)
+
+
 def draw(
     distribution: str,
     problem: AttentionForward,
@@ -112,4 +126,6 @@ def draw(
 ) -> dict[str, torch.Tensor]:
     """Return the inputs of a problem by name, in its dtype. Raises as `make_inputs` does."""
     dtype = getattr(torch, problem.dtype.torch_name)
-    return dict(zip("qkv", make_inputs(distribution, problem, dtype, device, seed), strict=True))
+    q, k, v = make_inputs(distribution, problem, dtype, device, seed)
+    found = {"q": q, "k": k, "v": v}
+    return found | ({"sinks": _draw_sinks(problem, q, k)} if problem.sinks else {})

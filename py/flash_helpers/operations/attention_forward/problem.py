@@ -8,7 +8,15 @@ from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from flash_helpers.registry.problem import Constant, Element, Problem, Role, Tensor, option
+from flash_helpers.registry.problem import (
+    Constant,
+    Element,
+    Elements,
+    Problem,
+    Role,
+    Tensor,
+    option,
+)
 
 MAX_SCALE_EXPONENT = 126  # of two, over or under 1: a softmax scale is a normal number of float32
 # Batches and heads of a call from C: with any length, 64 bits count its tiles.
@@ -22,25 +30,40 @@ _AXES = ("batch", "seq", "heads", "d_head")
 class AttentionForward(Problem):
     """softmax(Q K^T · softmax_scale) V for every batch and head.
 
-    Q and O are (batch, len_q, heads, d_head), K and V (batch, len_k, kv_heads, d_head); head h of Q
-    uses head h // (heads / kv_heads) of K and V. `causal`: query i sees key j if j <= i + len_k -
-    len_q, so that the last query sees all keys. A query that sees no key has an output of 0 and an
-    LSE of -infinity. `return_lse`: the LSE is an output too: the natural logarithm of each row's
-    sum of exp(q k^T · softmax_scale), float32, (batch, heads, len_q).
+    Q is (batch, len_q, heads, d_head), K (batch, len_k, kv_heads, d_head), V (batch, len_k,
+    kv_heads, d_v) and O (batch, len_q, heads, d_v); head h of Q uses head h // (heads / kv_heads)
+    of K and V.
 
-    len_k and kv_heads are those of Q, and softmax_scale is 1/sqrt(d_head), unless they are given.
-    `dataclasses.replace` passes their old values: they do not follow a change of the fields that
-    they come from.
+    The last query stands at the last key: query i stands at key i + len_k - len_q. `causal`: it
+    sees no key behind that one. `window_left`, `window_right`: it sees so many keys before and
+    behind that one at most, and any number if None. A window_right of 0 is `causal`, which in turn
+    allows no keys behind, whatever window_right says. A bound that hides no key at these lengths
+    becomes None.
 
-    Raises ValueError for a size below 1, heads that those of K and V do not divide, and a scale
-    that is not positive or that float32 does not hold.
+    `softcap`: a logit is softcap · tanh(q k^T · softmax_scale / softcap); 0 leaves it as it is.
+    `sinks`: an input (heads,) has one more logit for each head, neither scaled nor capped, which
+    takes part in the sum of exponentials and adds nothing to O. A query that sees no key has an
+    output of 0, and an LSE of its head's sink, or -infinity without sinks. `return_lse`: the LSE is
+    an output too: the natural logarithm of each row's sum of exponentials, float32, (batch, heads,
+    len_q).
+
+    len_k and kv_heads are those of Q, d_v is d_head, and softmax_scale is 1/sqrt(d_head), unless
+    they are given. `dataclasses.replace` passes their old values: they do not follow a change of
+    the fields that they come from, and neither does a bound that has become None.
+
+    Raises ValueError for a size below 1, heads that those of K and V do not divide, a bound of the
+    window below 0, and a scale or softcap that is negative or that float32 does not hold.
     """
 
     operation: ClassVar[str] = "attention_forward"
     axes: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {**dict.fromkeys("qkvo", _AXES), "lse": ("batch", "heads", "seq")}
+        {
+            **dict.fromkeys("qkvo", _AXES),  # the last of v and o has d_v elements
+            "lse": ("batch", "heads", "seq"),
+            "sinks": ("heads",),
+        }
     )
-    optional: ClassVar[frozenset[str]] = frozenset({"lse"})
+    optional: ClassVar[frozenset[str]] = frozenset({"lse", "sinks"})
     elements: ClassVar[tuple[Element, ...]] = (Element.FP16, Element.BF16)
 
     batch: int = option("batch size", most=MAX_EXPORTED)
@@ -53,13 +76,23 @@ class AttentionForward(Problem):
     kv_heads: int = option("heads of K and V, as many as of Q by default", None, most=MAX_EXPORTED)
     causal: bool = option("a causal mask, aligned to the bottom right", False)
     softmax_scale: float = option("1/sqrt(d_head) by default", None, metavar="X")
+    window_left: int | None = option(
+        "keys before its own that a query sees, all by default", None, least=0
+    )
+    window_right: int | None = option(
+        "keys behind its own that a query sees, all by default", None, least=0
+    )
+    softcap: float = option("limit of the logits' size, 0 for none", 0.0, metavar="X")
+    sinks: bool = option("one more logit per head, which adds nothing to the output", False)
+    d_v: int = option("head size of V, that of Q and K by default", None)
     return_lse: bool = option("also the LSE, the logarithm of each row's sum", False, name="lse")
 
     def __post_init__(self) -> None:
-        for name, usual in (("len_k", self.len_q), ("kv_heads", self.heads)):
+        usual = {"len_k": self.len_q, "kv_heads": self.heads, "d_v": self.d_head}
+        for name, value in usual.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, usual)
-        for name in ("batch", "heads", "len_q", "len_k", "kv_heads", "d_head"):
+                object.__setattr__(self, name, value)
+        for name in ("batch", "heads", "len_q", "len_k", "kv_heads", "d_head", "d_v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
         if self.heads % self.kv_heads:
@@ -80,6 +113,36 @@ class AttentionForward(Problem):
                 f"softmax_scale {self.softmax_scale:g} is not from 2^-{MAX_SCALE_EXPONENT} to "
                 f"2^{MAX_SCALE_EXPONENT}, so that float32 holds it: scale q"
             )
+        self._check_softcap()
+        self._reduce_window()
+
+    def _check_softcap(self) -> None:
+        if self.softcap == 0:
+            return
+        least, most = 2.0**-MAX_SCALE_EXPONENT, 2.0**MAX_SCALE_EXPONENT
+        for name, value in (
+            ("softcap", self.softcap),
+            ("softmax_scale / softcap", self.softmax_scale / self.softcap),
+        ):
+            if not least <= value <= most:
+                raise ValueError(
+                    f"softcap {self.softcap:g}: {name} must be from 2^-{MAX_SCALE_EXPONENT} to "
+                    f"2^{MAX_SCALE_EXPONENT}, so that float32 holds it: 0 switches softcap off"
+                )
+
+    def _reduce_window(self) -> None:
+        """Bring the window into its one form."""
+        for name in ("window_left", "window_right"):
+            bound = getattr(self, name)
+            if bound is not None and bound < 0:
+                raise ValueError(f"{name} {bound} is negative: use 0 or more, or None for no limit")
+        if self.window_right is not None and (self.causal or self.window_right == 0):
+            object.__setattr__(self, "causal", True)
+            object.__setattr__(self, "window_right", None)
+        for name, length in (("window_left", self.len_k), ("window_right", self.len_q)):
+            bound = getattr(self, name)
+            if bound is not None and bound >= length - 1:
+                object.__setattr__(self, name, None)
 
     def __str__(self) -> str:
         heads = f"{self.heads}" + (f" on {self.kv_heads}" if self.kv_heads != self.heads else "")
@@ -89,9 +152,22 @@ class AttentionForward(Problem):
             options.append("causal")
         if not self.has_usual_scale:
             options.append(f"softmax_scale {self.softmax_scale:g}")
+        options += self._variations()
         if self.return_lse:
             options.append("lse")
         return ", ".join(options)
+
+    def _variations(self) -> list[str]:
+        """Return the options besides a causal mask that change the output, in words."""
+        bounds = {"window_left": self.window_left, "window_right": self.window_right}
+        found = [f"{name} {bound}" for name, bound in bounds.items() if bound is not None]
+        if self.softcap:
+            found.append(f"softcap {self.softcap:g}")
+        if self.sinks:
+            found.append("sinks")
+        if self.d_v != self.d_head:
+            found.append(f"d_v {self.d_v}")
+        return found
 
     @classmethod
     def together(cls, problems: Iterable[Any], swept: str) -> str:
@@ -101,6 +177,7 @@ class AttentionForward(Problem):
         batches = sorted({(getattr(p, swept), p.batch) for p in found})
         parts = [
             "causal (TFLOP/s count the keys that a query sees)" * any(p.causal for p in found),
+            *dict.fromkeys(text for p in found for text in p._variations()),
             " and ".join(f"{n} heads" + (f" on {kv}" if kv != n else "") for n, kv in heads),
             "batch " + ", ".join(f"{batch} at {size}" for size, batch in batches),
         ]
@@ -114,8 +191,11 @@ class AttentionForward(Problem):
         *,
         causal: bool = False,
         softmax_scale: float | None = None,
+        window_left: int | None = None,
+        window_right: int | None = None,
+        softcap: float = 0.0,
     ) -> AttentionForward:
-        """Return the problem of q, k and v, and of o and lse where they are given."""
+        """Return the problem of q, k and v, and of o, lse and sinks where they are given."""
         cls._fitting(shapes)
         for name in ("q", "k"):
             for axis, size in zip(_AXES, shapes[name], strict=True):
@@ -132,6 +212,11 @@ class AttentionForward(Problem):
             kv_heads=kv_heads,
             causal=causal,
             softmax_scale=1 / math.sqrt(d_head) if softmax_scale is None else softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+            sinks="sinks" in shapes,
+            d_v=shapes.get("v", shapes["q"])[-1],
             return_lse="lse" in shapes,
         )
 
@@ -139,17 +224,18 @@ class AttentionForward(Problem):
     def constant(
         cls, shapes: Mapping[str, tuple[int, ...]], dtype: Element, **options: Any
     ) -> Constant | None:
-        """Return the outputs without a kernel: no elements if there is no batch, head or query; 0
-        and an LSE of -infinity if there is no key."""
+        """Return the outputs without a kernel: no elements if there is no batch, head or query; 0,
+        and an LSE of -infinity or the sinks, if there is no key."""
         if {"q", "k"} - shapes.keys() or (all(shapes["q"][:-1]) and shapes["k"][1]):
             return None
         found = {"q": shapes["q"], **cls._fitting(shapes)}
         # refuses wrong options, and knows the tensors' elements and roles
         alike = {name: (1,) * (len(x) - 1) + x[-1:] for name, x in found.items()}
-        alike["lse"] = (1, 1, 1)
+        alike |= {"lse": (1, 1, 1), "sinks": (1,)}
         problem = cls.posed({name: alike[name] for name in shapes}, dtype, **options)
         tensors = tuple(replace(x, shape=found[x.name]) for x in problem.tensors)
-        return Constant(tensors, {"o": 0.0, "lse": -math.inf})
+        lse: Elements = (lambda given: given["sinks"][:, None]) if problem.sinks else -math.inf
+        return Constant(tensors, {"o": 0.0, "lse": lse})
 
     @classmethod
     def _fitting(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -160,11 +246,14 @@ class AttentionForward(Problem):
         """
         batch, len_q, heads, d_head = shapes["q"]
         _, len_k, kv_heads, _ = shapes["k"]
+        d_v = shapes.get("v", shapes["q"])[-1]
+        of_o = ("q", "all sizes") if d_v == d_head else ("v", "batch and d_head")
         fitting = {
             "k": ("q", "batch and d_head", (batch, len_k, kv_heads, d_head)),
-            "v": ("k", "all sizes", (batch, len_k, kv_heads, d_head)),
-            "o": ("q", "all sizes", (batch, len_q, heads, d_head)),
+            "v": ("k", "batch, seq and heads", (batch, len_k, kv_heads, d_v)),
+            "o": (*of_o, (batch, len_q, heads, d_v)),
             "lse": ("q", "batch, heads and seq", (batch, heads, len_q)),
+            "sinks": ("q", "heads", (heads,)),
         }
         for name, (other, sizes, wanted) in fitting.items():
             if shapes.get(name, wanted) != wanted:
@@ -172,11 +261,12 @@ class AttentionForward(Problem):
                     f"{name} has shape {shapes[name]} and {other} {shapes[other]}: {sizes} must be "
                     f"equal, {name} {wanted}"
                 )
-        if d_head == 0:
-            raise ValueError(
-                f"q has d_head 0, shape {shapes['q']}: without it there are no logits; use at "
-                "least 1"
-            )
+        for name, size in (("q", d_head), ("v", d_v)):
+            if size == 0:
+                raise ValueError(
+                    f"{name} has d_head 0, shape {shapes[name]}: without it there are no logits and "
+                    "no values; use at least 1"
+                )
         if heads and not kv_heads:
             raise ValueError(
                 f"k has heads 0, shape {shapes['k']}, and q has {heads}: use a divisor of {heads}"
@@ -184,18 +274,30 @@ class AttentionForward(Problem):
         return {name: wanted for name, (_, _, wanted) in fitting.items()}
 
     def call_options(self) -> dict[str, Any]:
-        """Return the scale; a mask is compiled into the kernel."""
-        return {"softmax_scale": self.softmax_scale}
+        """Return the scale, the window and the softcap; a causal mask is compiled into the
+        kernel."""
+        names = ("softmax_scale", "window_left", "window_right", "softcap")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of Q and O."""
+        """Shape of Q."""
         return self.batch, self.len_q, self.heads, self.d_head
 
     @property
+    def o_shape(self) -> tuple[int, int, int, int]:
+        """Shape of O."""
+        return self.batch, self.len_q, self.heads, self.d_v
+
+    @property
     def kv_shape(self) -> tuple[int, int, int, int]:
-        """Shape of K and V."""
+        """Shape of K."""
         return self.batch, self.len_k, self.kv_heads, self.d_head
+
+    @property
+    def v_shape(self) -> tuple[int, int, int, int]:
+        """Shape of V."""
+        return self.batch, self.len_k, self.kv_heads, self.d_v
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -213,8 +315,8 @@ class AttentionForward(Problem):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """q, k, v, the output o, and lse."""
-        shapes = {"q": self.shape, "k": self.kv_shape, "v": self.kv_shape, "o": self.shape}
+        """q, k, v, the output o, lse and sinks."""
+        shapes = {"q": self.shape, "k": self.kv_shape, "v": self.v_shape, "o": self.o_shape}
         return (
             *(
                 Tensor(name, shape, self.dtype, Role.OUT if name == "o" else Role.IN, _AXES)
@@ -227,30 +329,68 @@ class AttentionForward(Problem):
                 Role.OUT if self.return_lse else Role.OPTIONAL,
                 self.axes["lse"],
             ),
+            Tensor(
+                "sinks",
+                (self.heads,),
+                self.dtype,
+                Role.IN if self.sinks else Role.OPTIONAL,
+                self.axes["sinks"],
+            ),
         )
 
-    def visible_keys(self, query: int) -> int:
-        """Number of keys that a query sees, below 1 if it sees none; rows of a tile beyond len_q
-        see all."""
-        if not self.causal:
-            return self.len_k
-        return min(query + 1 + self.len_k - self.len_q, self.len_k)
+    @property
+    def has_window(self) -> bool:
+        """Whether keys are hidden by a window, besides those behind a query in causal attention."""
+        return self.window_left is not None or self.window_right is not None
+
+    @property
+    def _bounds(self) -> tuple[int | None, int | None]:
+        """The first and the last key that query 0 sees, which may lie outside of the keys, and None
+        where there is no bound; the next query has them one farther."""
+        own = self.len_k - self.len_q
+        behind = 0 if self.causal else self.window_right
+        return (
+            None if self.window_left is None else own - self.window_left,
+            None if behind is None else own + behind,
+        )
+
+    def visible_keys(self, query: int) -> range:
+        """Return the keys that a query sees. If it sees none, the range is empty and may end below
+        0. Rows of a tile beyond len_q are taken for queries."""
+        first, last = self._bounds
+        return range(
+            0 if first is None else max(query + first, 0),
+            self.len_k if last is None else min(query + last + 1, self.len_k),
+        )
 
     @property
     def visible(self) -> int:
         """Number of pairs of a query and a key that it sees, in one head."""
-        if not self.causal:
-            return self.len_q * self.len_k
-        seeing = min(self.len_q, self.len_k)  # queries, the last of which sees all keys
-        return seeing * self.len_k - seeing * (seeing - 1) // 2
+
+        def up_to(key: int) -> int:
+            """Keys up to the one that query 0 counts to, and each query counts one farther."""
+            last = key + self.len_q
+            return _sum_within(last, self.len_k) - _sum_within(key, self.len_k)
+
+        first, last = self._bounds
+        seen = self.len_q * self.len_k if last is None else up_to(last)
+        return seen - (0 if first is None else up_to(first - 1))
 
     @property
     def operations(self) -> int:
         """Floating-point operations of Q @ K^T and P @ V: a multiplication and an addition per
-        element of d_head and pair of a query and a key that it sees."""
-        return 4 * self.batch * self.heads * self.visible * self.d_head
+        element of d_head, or of d_v, and pair of a query and a key that it sees."""
+        return 2 * self.batch * self.heads * self.visible * (self.d_head + self.d_v)
 
     @property
     def row_stride(self) -> int:
         """Elements from one row of a contiguous Q or O to the next."""
         return self.heads * self.d_head
+
+
+def _sum_within(last: int, most: int) -> int:
+    """Return the sum of the numbers up to `last`, those below 0 left out and those over `most` as
+    `most`."""
+    last = max(last, 0)
+    rising = min(last, most)
+    return rising * (rising + 1) // 2 + most * (last - rising)

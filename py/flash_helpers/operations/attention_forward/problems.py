@@ -66,6 +66,4 @@ def counted_problem(supports: AttentionSupports, size: int, heads: int = 1) -> A
     the square root of the heads, so that the time does not depend on the heads."""
     block = supports.whole
     seq_len = max(block, int(size / heads**0.5) // block * block)
-    return AttentionForward(
-        *(1, heads, seq_len, supports.d_heads[0], supports.dtype), causal=supports.causal
-    )
+    return supports.problem(1, heads, seq_len, seq_len)

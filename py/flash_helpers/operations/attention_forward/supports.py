@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,10 @@ TWO_LENGTHS = "two_lengths"  # queries and keys of different lengths
 GROUPED_HEADS = "grouped_heads"  # several heads of Q for one of K and V
 SOFTMAX_SCALE = "softmax_scale"
 RETURN_LSE = "return_lse"
-ABILITIES = (TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE)
+WINDOW = "window"
+SOFTCAP = "softcap"
+SINKS = "sinks"
+ABILITIES = (TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS)
 
 
 def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
@@ -52,15 +55,55 @@ def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
             "return_lse",
             "without return_lse=True the output alone is returned",
         )
+    if problem.has_window:
+        found[WINDOW] = (
+            f"window_size ({_bound(problem.window_left)}, {_bound(problem.window_right)})",
+            "without window_size every query sees all keys, or those that causal=True leaves; "
+            "torch.nn.functional.scaled_dot_product_attention takes a window as attn_mask",
+        )
+    if problem.softcap:
+        found[SOFTCAP] = (
+            f"softcap {problem.softcap:g}",
+            "without softcap the logits are not limited; PyTorch's flex_attention takes it as a "
+            "score_mod",
+        )
+    if problem.sinks:
+        found[SINKS] = (
+            "sinks",
+            "without sinks and with return_lse=True, multiply o by torch.sigmoid(lse - sinks) of "
+            "its row",
+        )
     return found
 
 
-# Options of a corner for each ability that is not about lengths; there are 6 heads.
+def _bound(bound: int | None) -> int:
+    """Return a bound of a window as `attention` takes it."""
+    return -1 if bound is None else bound
+
+
+# Ways out of a kernel that takes only problems with an ability, by that ability.
+_EXACT: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        WINDOW: ("no window", "choose the config without window, or pass window_size"),
+        SOFTCAP: ("no softcap", "choose the config without softcap, or pass softcap"),
+    }
+)
+# Options with which a problem needs an ability: half of the keys, and the softcap of Gemma 2.
+_USUAL: Mapping[str, Callable[[AttentionForward], dict[str, Any]]] = MappingProxyType(
+    {
+        WINDOW: lambda problem: {"window_left": max(problem.len_k // 2 - 1, 0)},
+        SOFTCAP: lambda _: {"softcap": 50.0},
+    }
+)
+# Options of a corner for each ability that is not about lengths; there are 6 heads. A softcap of 1
+# is below most logits.
 _CORNERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         GROUPED_HEADS: {"kv_heads": 2},
         SOFTMAX_SCALE: {"softmax_scale": 0.2},
         RETURN_LSE: {"return_lse": True},
+        SOFTCAP: {"softcap": 1.0},
+        SINKS: {"sinks": True, "return_lse": True},
     }
 )
 
@@ -69,14 +112,16 @@ _CORNERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class AttentionSupports:
     """Attention problems.
 
-    `dtype`: element type of Q, K, V and O. `d_heads`: head sizes. `blocks`: numbers of which the
-    lengths of queries and keys must be multiples, by name; empty if any length is taken.
-    `alignment`: bytes; tensors begin at multiples of it, and all strides but the last are multiples
-    of it. `max_row_stride`, `max_stride`: largest stride in elements of the sequence, and of heads
-    and batches. `max_tiles`: most tiles of B_r queries of one head, where one dimension of the grid
-    has them all. `max_length`: most queries and most keys. `B_r`, `B_c`: rows per tile of queries
-    and of keys. `causal`: whether the kernel takes causal problems, and no others. `abilities`: the
-    ABILITIES that it has.
+    `dtype`: element type of Q, K, V and O. `d_heads`: head sizes of Q and K. `d_v`: head size of V
+    and O, that of Q and K if None. `blocks`: numbers of which the lengths of queries and keys must
+    be multiples, by name; empty if any length is taken. `alignment`: bytes; tensors begin at
+    multiples of it, and all strides but the last are multiples of it. `max_row_stride`,
+    `max_stride`: largest stride in elements of the sequence, and of heads and batches. `max_tiles`:
+    most tiles of B_r queries of one head, where one dimension of the grid has them all.
+    `max_length`: most queries and most keys. `B_r`, `B_c`: rows per tile of queries and of keys.
+    `causal`: whether the kernel takes causal problems, and no others. `abilities`: the ABILITIES
+    that it has. `exact`: those of them, WINDOW or SOFTCAP, that are compiled in, so that the kernel
+    takes problems that need them and no others.
     """
 
     dtype: Element
@@ -92,6 +137,8 @@ class AttentionSupports:
     B_c: int = 1
     causal: bool = False
     abilities: frozenset[str] = frozenset()
+    d_v: int | None = None
+    exact: frozenset[str] = frozenset()
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -124,7 +171,31 @@ class AttentionSupports:
                 else (f"not {CAUSAL}", "choose the config without causal, or pass causal=True")
             )
         asked = asked_for(problem)
+        found |= {name: _EXACT[name] for name in ABILITIES if name in self.exact - asked.keys()}
         return found | {name: text for name, text in asked.items() if name not in self.abilities}
+
+    def problem(
+        self,
+        batch: int,
+        heads: int,
+        len_q: int,
+        len_k: int,
+        *,
+        d_head: int | None = None,
+        **options: Any,
+    ) -> AttentionForward:
+        """Return a problem of these sizes, with the first head size by default, the kernel's dtype,
+        and the options that are compiled in."""
+        sizes = (batch, heads, len_q, d_head or self.d_heads[0], self.dtype)
+        return self.adapted(AttentionForward(*sizes, len_k=len_k, **{"d_v": self.d_v, **options}))
+
+    def adapted(self, problem: AttentionForward) -> AttentionForward:
+        """Return the problem with the options that are compiled into the kernel: as they are, or
+        usual ones where the problem lacks them."""
+        changes: dict[str, Any] = {CAUSAL: True} if self.causal else {}
+        for name in self.exact - asked_for(problem).keys():
+            changes |= _USUAL[name](problem)
+        return replace(problem, **changes)
 
     def refusal(self, problem: AttentionForward, kernel: str) -> str:
         """Return the reason why the kernel does not take a problem, with the way out; "" if it
@@ -146,6 +217,11 @@ class AttentionSupports:
             return (
                 f"d_head {problem.d_head}: {kernel} is built for {known}: pad the last dimension "
                 f"with zeros to {largest} if it is smaller (and {scale})"
+            )
+        if problem.d_v != (d_v := self.d_v or problem.d_head):
+            return (
+                f"d_v {problem.d_v}: {kernel} is built for {d_v} with d_head {problem.d_head}: pad "
+                f"v with zeros to {d_v} if it is smaller, and drop those columns of o"
             )
         for length_name, length in problem.lengths.items():
             for name, rows in self.blocks.items():
@@ -174,14 +250,15 @@ class AttentionSupports:
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
         """Return the reason why a tensor cannot have these strides, with the way out; "" if it can.
-        Q, K, V and O are copied in whole chunks of elements; an LSE is contiguous."""
+        Q, K, V and O are copied in whole chunks of elements; an LSE and sinks are contiguous."""
         name = tensor.name
-        if name == "lse":
+        if name in ("lse", "sinks"):
             if strides == tensor.strides:
                 return ""
+            way_out = "pass another tensor" if tensor.is_output else "call .contiguous()"
             return (
-                f"lse has strides {strides} for shape {tensor.shape} and must be contiguous: pass "
-                "another tensor"
+                f"{name} has strides {strides} for shape {tensor.shape} and must be contiguous: "
+                f"{way_out}"
             )
         *outer, last = strides
         if last not in (0, 1):
@@ -211,9 +288,11 @@ class AttentionSupports:
         different = ", different ones" if TWO_LENGTHS in self.abilities else ""
         grouped = ", grouped" if GROUPED_HEADS in self.abilities else ""
         options = [CAUSAL] if self.causal else []
-        options += [name for name in (SOFTMAX_SCALE, RETURN_LSE) if name in self.abilities]
+        named = (SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS)
+        options += [name for name in named if name in self.abilities]
+        of_v = f", {self.d_v} of V" if self.d_v else ""
         return {
-            "d_head": ", ".join(map(str, self.d_heads)),
+            "d_head": ", ".join(map(str, self.d_heads)) + of_v,
             "seq_len": f"{lengths}{different}, up to {self.max_length:,}",
             "heads": f"up to {self.max_heads:,}{grouped}",
             "batches": "any number",
@@ -225,8 +304,8 @@ class AttentionSupports:
     def corners(self) -> Iterator[AttentionForward]:
         """Yield small problems at the edges of the declaration: one block; several, in which every
         index that a kernel may confuse differs; lengths around those of blocks; more queries than
-        keys, and fewer; each ability, and all of them. With grouped heads an odd number of heads
-        share K and V, then an even number."""
+        keys, and fewer; each ability, and all of them; windows. With grouped heads an odd number of
+        heads share K and V, then an even number."""
         lengths = [*self._corner_lengths()]
         options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
         together = {key: value for option in options for key, value in option.items()}
@@ -234,19 +313,29 @@ class AttentionSupports:
             *((1, 1, *both, {}) for both in lengths[:-1]),
             *((1, 6, *lengths[-2], option) for option in options),
             (2, 4 if options else 3, *lengths[-1], together),
+            *((1, 1, *both, window) for both, window in self._corner_windows(lengths)),
         ]
         for d_head in self.d_heads:
-            for batch, heads, len_q, len_k, option in cases:
-                yield AttentionForward(
-                    batch,
-                    heads,
-                    len_q,
-                    d_head,
-                    self.dtype,
-                    len_k=len_k,
-                    causal=self.causal,
-                    **option,
-                )
+            for *sizes, option in cases:
+                problem = self.problem(*sizes, d_head=d_head, **option)
+                if not self.lacking(problem):  # as one key lacks a window
+                    yield problem
+
+    def _corner_windows(
+        self, lengths: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], dict[str, int | None]]]:
+        """Yield lengths and windows: one key; within a block; over a block to either side, or to
+        one. Each has the most keys, and the lengths at which the most queries may see nothing. A
+        causal kernel has the left bounds alone."""
+        if WINDOW not in self.abilities:
+            return
+        most_keys = max(lengths, key=lambda both: both[1])
+        most_blind = max(lengths, key=lambda both: both[0] - both[1])
+        for left, right in ((0, 1), (1, 2), (self.B_c + 1, self.B_c - 1), (None, 3), (5, None)):
+            if left is None and self.causal:
+                continue
+            window = {"window_left": left, "window_right": None if self.causal else right}
+            yield from ((both, window) for both in {most_keys: 0, most_blind: 0})
 
     def _corner_lengths(self) -> Iterator[tuple[int, int]]:
         """Yield lengths of queries and keys; the last pair is for several batches and heads."""

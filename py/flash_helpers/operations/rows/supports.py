@@ -44,6 +44,10 @@ class RowsSupports:
         """Return nothing: a problem has no options."""
         return {}
 
+    def adapted(self, problem: Rows) -> Rows:
+        """Return the problem: no option is compiled in."""
+        return problem
+
     def refusal(self, problem: Rows, kernel: str) -> str:
         """Return the reason why the kernel does not take a problem, with the way out; "" if it
         does.

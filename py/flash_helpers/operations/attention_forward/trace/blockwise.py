@@ -192,7 +192,7 @@ def blockwise_forward(
     visible, first_block, first_keys = (  # of each row, (blocks of rows, B_r, 1)
         torch.tensor([of_row(i) for i in range(rows[2] * rows[3])]).view(*rows[2:], 1)
         for of_row in (
-            problem.visible_keys,
+            lambda query: problem.visible_keys(query).stop,
             lambda query: config.own_key_blocks(problem, query)[0],
             lambda query: config.first_keys(problem, query),
         )
