@@ -86,7 +86,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
     strides, alignment = problem.strides(), config.supports.alignment
     for tensor in problem.tensors:
         names = [f"{tensor.name}_{axis}_stride" for axis in tensor.axes[:-1]]
-        if names[0] in values:
+        if names and names[0] in values:
             sizes = tensor.shape[:-1]
             outer = [values[n] if size > 1 else 0 for n, size in zip(names, sizes, strict=True)]
             strides[tensor.name] = (*outer, 1)

@@ -149,9 +149,10 @@ class _Tracer:
         }
         sms = self._input(SMS, "size", 1, _MOST_SMS, "streaming multiprocessors of the device")
         self.device = Device(target, divmod(capability_of(target), 10), sms)  # type: ignore[arg-type]
-        (self.problem,) = leaves(self._check(lambda: kind(**values)))
-        self._check(lambda: _refuse(config.refusal(self.problem)))
-        tensors, *_ = leaves(explore(self.path, lambda: self.problem.tensors, self.known))
+        # Made anew on each path: it brings its options into one form, by their values.
+        self.problem = lambda: kind(**values)
+        self._check(lambda: _refuse(config.refusal(self.problem())))
+        tensors, *_ = leaves(explore(self.path, lambda: self.problem().tensors, self.known))
         self.strides = {tensor.name: self._strides(tensor) for tensor in tensors}
         self.addresses = {tensor.name: self._address_of(tensor) for tensor in tensors}
         self.tree = self._check(self._launch)
@@ -171,7 +172,8 @@ class _Tracer:
             return self._input(field.name, "real", -_MOST_REAL, _MOST_REAL, text)
         if field.type == "bool":
             return self._input(field.name, "option", 0, 1, text)
-        return self._input(field.name, "size", 1, field.metadata.get("most", _MOST_SIZE), text)
+        least, most = (field.metadata.get(n, v) for n, v in (("least", 1), ("most", _MOST_SIZE)))
+        return self._input(field.name, "size", least, most, text)
 
     def _strides(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return a tensor's strides, 0 along dimensions of size 1; the last is 1. The kernel's
@@ -218,7 +220,7 @@ class _Tracer:
         return tree
 
     def _launch(self) -> tuple[Call, Launch]:
-        call = self.config.call(self.problem, self.strides, self.device)
+        call = self.config.call(self.problem(), self.strides, self.device)
         own = self.config.kernels[self.function]
         launches = [launch for launch in call.launches if launch.kernel == own]
         if not launches:

@@ -381,7 +381,7 @@ def _tensor_map(
 
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
-    batch, length, heads, d_head = problem.tensor(name).shape
+    batch, length, heads, d_head = problem.kv_shape if name in "kv" else problem.shape
     sizes = (PIECE, length, d_head // PIECE, heads, batch)
     of_batch, of_row, of_head, _ = strides
     in_elements = (of_row, PIECE, of_head, of_batch)
