@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from two_kernels import SquaresBackwards
 
@@ -97,6 +98,14 @@ def test_operations_are_those_of_the_pairs_that_are_seen(len_q, len_k, left, rig
     assert problem.operations == 2 * 2 * 3 * problem.visible * (64 + 16)
 
 
+def test_no_keys_leave_the_sinks_as_lse():
+    shapes = {"q": (2, 3, 4, 8), "k": (2, 0, 2, 8), "v": (2, 0, 2, 8)}
+    asked = {**shapes, "lse": (2, 4, 3), "sinks": (4,)}
+    found = AttentionForward.constant(asked, Element.BF16, window_left=3, softcap=2.0)
+    assert found.values["lse"]({"sinks": np.arange(4)}).shape == (4, 1)
+    assert AttentionForward.constant(shapes, Element.BF16).values["lse"] == -math.inf
+
+
 class TestWindow:
     @pytest.mark.parametrize(
         ("given", "found"),
@@ -149,10 +158,12 @@ def test_sinks_and_another_head_size_of_v_have_shapes_of_their_own():
         ("sinks", (5,), r"sinks has shape \(5,\) .*: heads must be equal, sinks \(6,\)"),
         ("v", (2, 4, 2, 16), "batch, seq and heads must be equal"),
         ("o", problem.shape, r"batch and d_head must be equal, o \(2, 5, 6, 16\)"),
-        ("v", (2, 3, 2, 0), "v has d_head 0"),
     ):
         with pytest.raises(ValueError, match=message):
             AttentionForward.posed(shapes | {name: shape}, problem.dtype)
+    without = {name: shape for name, shape in shapes.items() if name != "o"}
+    with pytest.raises(ValueError, match="v has d_head 0"):
+        AttentionForward.posed(without | {"v": (2, 3, 2, 0)}, problem.dtype)
 
 
 def test_tensors_of_a_call_are_named_by_their_order_and_those_left_out():

@@ -264,8 +264,8 @@ class AttentionForward(Problem):
         for name, size in (("q", d_head), ("v", d_v)):
             if size == 0:
                 raise ValueError(
-                    f"{name} has d_head 0, shape {shapes[name]}: without it there are no logits and "
-                    "no values; use at least 1"
+                    f"{name} has d_head 0, shape {shapes[name]}: without it there are no logits or "
+                    "values; use at least 1"
                 )
         if heads and not kv_heads:
             raise ValueError(
