@@ -48,7 +48,7 @@ from flash_helpers.registry.config import Config
 from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.registry.rows import SOFTMAX
 from flash_helpers.runtime import driver as cuda_driver
-from flash_helpers.runtime import library
+from flash_helpers.runtime import library, tensors
 from flash_helpers.tune import best
 from flash_helpers.tune import worker as sweep_worker
 from flash_helpers.tune.best import best_config
@@ -913,4 +913,5 @@ def test_the_winner_is_built_and_picked(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(tensors, "gpu_device", tensors.gpu_device.__wrapped__)  # keeps no fake
     assert best_config("v7", torch.bfloat16) == best_config(7, "bf16") == winner
