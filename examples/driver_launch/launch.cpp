@@ -3,32 +3,14 @@
 //
 //   python -m flash_attention export NAME --arch 90a --out exported
 //   g++ -std=c++20 -DKERNEL=NAME -include exported/NAME.h -I CUDA/include launch.cpp -o launch
-//   ./launch exported/NAME.cubin
+//   ./launch exported/NAME.cubin [LENGTH [HEADS]]
 
+#include "driver_calls.h"
 #include "reference.h"
-#include <cstdio>
-#include <cstdlib>
-#include <cuda.h>
-#include <dlfcn.h>
+#include <cstring>
 
 #define JOIN(kernel, part) kernel##_##part
 #define OF(kernel, part) JOIN(kernel, part)
-#define STRING(text) #text
-#define TEXT(macro) STRING(macro) // cuda.h has macros from names to names with a version
-#define DRIVER(f, ...) check(#f, reinterpret_cast<decltype(&f)>(symbol(TEXT(f)))(__VA_ARGS__))
-
-void *symbol(const char *name) {
-    static void *const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    if (void *found = driver ? dlsym(driver, name) : nullptr)
-        return found;
-    fprintf(stderr, "no CUDA driver that can launch the kernel: %s\n", dlerror());
-    exit(3);
-}
-
-void check(const char *name, CUresult status) {
-    if (status != CUDA_SUCCESS)
-        exit((fprintf(stderr, "%s returns CUresult %d\n", name, status), 1));
-}
 
 // Members that only some kernels have: those with options and several lengths, and persistent ones.
 void fill_options(auto &call, int size, int sms) {
@@ -38,8 +20,20 @@ void fill_options(auto &call, int size, int sms) {
         call.sms = sms;
 }
 
+// A buffer that only kernels have that count their tiles. It is zeros before each launch.
+void fill_buffers(auto &call, const auto &launch) {
+    if constexpr (requires { launch.next_tile_bytes; }) {
+        CUdeviceptr counter = 0;
+        if (launch.next_tile_bytes != 0) {
+            DRIVER(cuMemAlloc, &counter, launch.next_tile_bytes);
+            DRIVER(cuMemsetD8, counter, 0, launch.next_tile_bytes);
+        }
+        call.next_tile = counter;
+    }
+}
+
 int main(int count, char **arguments) {
-    if (count != 2)
+    if (count < 2)
         return fprintf(stderr, "give the kernel's cubin, or its PTX\n"), 2;
     const std::string image = read_file(arguments[1]); // its text of PTX ends with 0
     CUdevice device;
@@ -57,8 +51,10 @@ int main(int count, char **arguments) {
     DRIVER(cuFuncSetAttribute, function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
            OF(KERNEL, SHARED_BYTES));
 
-    const int heads = 2, length = 128, size = OF(KERNEL, d_head), row = heads * size;
-    const Shape shape = {heads, length, size};
+    const int length = count > 2 ? atoi(arguments[2]) : 128;
+    const int heads = count > 3 ? atoi(arguments[3]) : 2, size = OF(KERNEL, d_head);
+    const int row = heads * size;
+    const Shape shape = {heads, length, size, strstr(TEXT(KERNEL), "_causal") != nullptr};
     std::vector<uint16_t> host[4]; // q, k, v, o
     CUdeviceptr memory[4];
     for (int t = 0; t < 4; ++t) {
@@ -75,8 +71,12 @@ int main(int count, char **arguments) {
     fill_options(call, size, sms);
     OF(KERNEL, launch) launch;
     char reason[256];
-    if (OF(KERNEL, plan)(&call, &launch, reason, sizeof reason))
-        return fprintf(stderr, "%s\n", reason), 2;
+    for (bool is_first : {true, false}) { // the first tells the sizes of buffers
+        if (OF(KERNEL, plan)(&call, &launch, reason, sizeof reason))
+            return fprintf(stderr, "%s\n", reason), 2;
+        if (is_first)
+            fill_buffers(call, launch);
+    }
     for (int i = 0; i < launch.n_tensor_maps; ++i) {
         const flash_tensor_map &map = launch.tensor_maps[i];
         const cuuint32_t ones[5] = {1, 1, 1, 1, 1};

@@ -17,6 +17,7 @@ inline std::string read_file(const char *path) {
 
 struct Shape {
     int heads, length, size;
+    bool causal; // a query sees the keys up to its own
     int row() const { return heads * size; }
 };
 
@@ -42,7 +43,8 @@ inline double largest_error(const Shape &shape, const std::vector<uint16_t> *ten
         const int head = at % shape.row();
         std::vector<double> weighted(shape.size);
         double sum = 0;
-        for (int key = head; key < shape.length * shape.row(); key += shape.row()) {
+        const int end = shape.causal ? at + 1 : shape.length * shape.row();
+        for (int key = head; key < end; key += shape.row()) {
             double score = 0;
             for (int i = 0; i < shape.size; ++i)
                 score += number(q[at + i]) * number(k[key + i]);

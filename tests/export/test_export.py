@@ -14,6 +14,7 @@ import pytest
 from driver_example import FOLDER, compiled_example
 
 from flash_attention.__main__ import main
+from flash_helpers import gpu
 from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.host.errors import HostError
@@ -23,6 +24,7 @@ from flash_helpers.host.stub_library import FOLDER_VARIABLE as STUB_CACHE
 
 PORTABLE = "o5_bf16_d128_Br128_Bc64_w4"
 HOPPER = "h30_bf16_d128_Br128_Bc128_K3_V2_pp"
+COUNTING = f"{HOPPER}_causal"  # counts its tiles in a buffer, where there are more than blocks
 
 
 def export(folder: Path, *configs: str, arch: str = "90a") -> int:
@@ -37,14 +39,14 @@ def exported(tmp_path_factory) -> Path:
         pytest.skip(str(error).splitlines()[0])
     folder = tmp_path_factory.mktemp("exported")
     (folder / f"{HOPPER}.cubin").write_text("of an earlier version")
-    assert export(folder, PORTABLE, HOPPER, PORTABLE) == 0
+    assert export(folder, PORTABLE, HOPPER, COUNTING, PORTABLE) == 0
     return folder
 
 
 @pytest.mark.slow
 def test_every_kernel_has_its_files_and_no_others_are_left(exported) -> None:
     suffixes = (".cubin", ".h", ".json", ".ptx")
-    names = {f"{name}{suffix}" for name in (PORTABLE, HOPPER) for suffix in suffixes}
+    names = {f"{name}{suffix}" for name in (PORTABLE, HOPPER, COUNTING) for suffix in suffixes}
     assert {path.name for path in exported.iterdir() if path.suffix in suffixes} == names
 
 
@@ -118,13 +120,16 @@ def test_the_example_tells_that_there_is_no_driver(exported) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [PORTABLE, HOPPER])
-def test_the_example_runs_in_the_simulator(exported, name, capfd, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"), [(PORTABLE, ()), (HOPPER, ()), (COUNTING, ("640", "1"))]
+)
+def test_the_example_runs_in_the_simulator(exported, name, problem, capfd, monkeypatch) -> None:
     monkeypatch.setenv(STUB_CACHE, str(exported / "stub"))
+    monkeypatch.setattr(gpu, "MOST_SMS", {**gpu.MOST_SMS, 90: 2})
     program = compiled_example(exported, name)
     try:
-        image = str(exported / f"{name}.ptx")
-        ended = run_program(program, [image], "sm_90a", Options(output=sys.stdout))
+        arguments = [str(exported / f"{name}.ptx"), *problem]
+        ended = run_program(program, arguments, "sm_90a", Options(output=sys.stdout))
     except HostError as error:
         pytest.skip(str(error).splitlines()[0])
     out, err = capfd.readouterr()
