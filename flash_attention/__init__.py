@@ -3,6 +3,7 @@
     import flash_attention
     o = flash_attention.attention(q, k, v)  # by the best kernel for these tensors
     o = flash_attention.forward("v16_bf16_...", q, k, v)  # by the named kernel
+    o = flash_attention.flash_attn.flash_attn_func(q, k, v)  # with FlashAttention-2's arguments
     y = flash_attention.run("s3_bf16_w8_c4", x)["y"]  # another operation: softmax along rows
 
 On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
@@ -18,6 +19,7 @@ if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     # On the way to __main__, which needs none of these imports and imports torch later.
     import flash_helpers.console.quiet_start  # noqa: F401
 else:
+    from flash_attention import flash_attn, flash_attn_3
     from flash_attention._forward import (
         attention,
         forward,
@@ -36,6 +38,8 @@ __all__ = [
     "__version__",
     "attention",
     "best_config",
+    "flash_attn",
+    "flash_attn_3",
     "forward",
     "forward_timed",
     "kernels",

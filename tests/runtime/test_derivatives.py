@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_attention
 from flash_attention import _forward
+from flash_attention.flash_attn import flash_attn_varlen_func
 from flash_helpers.kernel_configs import config_from_short_form
 from flash_helpers.runtime import call
 
@@ -54,6 +55,11 @@ def written_lse(q: torch.Tensor) -> torch.Tensor:
     return lse
 
 
+def varlen(q: torch.Tensor) -> torch.Tensor:
+    begins = torch.tensor([0, 128], dtype=torch.int32)
+    return flash_attn_varlen_func(q[0], q[0], q[0], begins, begins, 128, 128)
+
+
 # Functions of one input, of which only it is differentiable.
 OPERATORS: dict[str, Function] = {
     "attention of q": lambda q: flash_attention.attention(q, ones(), ones()),
@@ -64,6 +70,7 @@ OPERATORS: dict[str, Function] = {
     "forward": lambda q: flash_attention.forward(CONFIG, q, q, q),
     "forward into o": lambda v: flash_attention.forward(CONFIG, ones(), ones(), v, ones()),
     "forward into lse": written_lse,
+    "varlen": varlen,
     "no keys": lambda q: flash_attention.attention(q, q[:, :0], q[:, :0]),
 }
 OTHERS: dict[str, Function] = {

@@ -1,0 +1,181 @@
+"""Attention over sequences of various lengths that follow one another in memory, as an operator."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from flash_attention._forward import _check_flag, _define, _scale, attention
+from flash_helpers.runtime.tensors import check_types
+
+_AXES = ("total", "heads", "d_head")
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute `attention` for each of several sequences.
+
+    q: (total_q, heads, d_head). k, v: (total_k, kv_heads, d_head). Sequence n has the queries from
+        cu_seqlens_q[n] on, up to cu_seqlens_q[n + 1] and without it, and its keys are those of
+        cu_seqlens_k. A sequence may have no queries or no keys.
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on the device of q.
+    max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
+
+    Returns o, with the shape of q; with return_lse (o, lse), where lse is (heads, total_q), fp32.
+    On CPU tensors the sequences are computed one by one.
+
+    Raises RuntimeError for other tensors, which no kernel computes yet; ValueError for lengths that
+    do not fit; and the errors of `attention`.
+    """
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    check_types({"q": q, "k": k, "v": v, **lengths})
+    for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {most!r}: pass the longest length, an int")
+    _check_flag("causal", causal)
+    _check_flag("return_lse", return_lse)
+    longest = max_seqlen_q, max_seqlen_k
+    scale = _scale(softmax_scale)
+    o, lse = _varlen(q, k, v, *lengths.values(), *longest, causal, scale, return_lse)
+    return (o, lse) if return_lse else o
+
+
+def _compute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _new_outputs(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse)
+    queries = _sequences("q", q, cu_seqlens_q, max_seqlen_q)
+    keys = _sequences("k", k, cu_seqlens_k, max_seqlen_k)
+    for own, seen in zip(queries, keys, strict=True):
+        found = attention(
+            *(q[None, own], k[None, seen], v[None, seen]),
+            causal=causal,
+            softmax_scale=softmax_scale,
+            return_lse=return_lse,
+        )
+        if return_lse:
+            o[own], lse[:, own] = found[0][0], found[1][0]
+        else:
+            o[own] = found[0]
+    return o, lse
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _new_outputs(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse)
+
+
+def _new_outputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check all that is known without the values of the lengths; return memory for o and the LSE,
+    which has no elements if it is not asked for."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != len(_AXES):
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: pass ({', '.join(_AXES)})"
+            )
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}: total and heads must be equal"
+        )
+    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if lengths.dtype is not torch.int32:
+            raise TypeError(f"{name} is {lengths.dtype}: convert it with .to(torch.int32)")
+        if lengths.device != q.device:
+            raise ValueError(
+                f"{name} is on {lengths.device} and q on {q.device}: move them to one device"
+            )
+        if lengths.ndim != 1 or lengths.shape[0] == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(lengths.shape)}: pass (batch + 1,), where the sequences "
+                "begin, and the total"
+            )
+        if not lengths.is_contiguous():
+            raise ValueError(f"{name} has stride {lengths.stride(0)}: call .contiguous()")
+    sizes = cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]  # len() would be one number to a tracer
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"cu_seqlens_k has {sizes[1]} elements and cu_seqlens_q {sizes[0]}: pass batch + 1 in "
+            "both"
+        )
+    if q.device.type not in ("cpu", "meta"):
+        raise RuntimeError(
+            f"the tensors are on {q.device}, and no kernel takes sequences of various lengths "
+            "there yet: call flash_attn_func for each sequence, as on q[begin:end][None], or for "
+            "sequences of one length"
+        )
+    lse_shape = (q.shape[1], q.shape[0]) if return_lse else (0,)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    return torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device), lse
+
+
+def _sequences(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: int) -> list[slice]:
+    """Return the rows of each sequence. Raises ValueError for lengths that do not fit.
+
+    letter: "q" or "k", as in the names of `lengths` and `most`. x: the tensor of that name.
+    """
+    name, begins = f"cu_seqlens_{letter}", lengths.tolist()
+    if begins[0] != 0:
+        raise ValueError(f"{name} begins with {begins[0]}: pass 0 first")
+    for n, (begin, end) in enumerate(pairwise(begins)):
+        if end < begin:
+            raise ValueError(
+                f"{name} falls from {begin} to {end} at sequence {n}: pass cumulative lengths"
+            )
+    if begins[-1] != len(x):
+        raise ValueError(
+            f"{name} ends with {begins[-1]} and {letter} has {len(x)} rows: pass that total last"
+        )
+    longest = max((end - begin for begin, end in pairwise(begins)), default=0)
+    if most < longest:
+        raise ValueError(
+            f"max_seqlen_{letter} {most} is less than the longest sequence, {longest}: pass "
+            f"{longest}"
+        )
+    return [slice(begin, end) for begin, end in pairwise(begins)]
+
+
+_varlen = _define(
+    "varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, float? softmax_scale, "
+    "bool return_lse) -> (Tensor, Tensor)",
+    _compute,
+    _fake,
+)

@@ -1,0 +1,231 @@
+"""FlashAttention-2's functions: `from flash_attention.flash_attn import flash_attn_func`.
+
+Names, order, defaults and meaning of the arguments are FlashAttention-2's:
+    softmax_scale: 1/sqrt(d_head) by default.
+    causal: aligned to the bottom right: the last query sees the last key.
+    deterministic: changes nothing. The forward pass is deterministic, and there is no backward
+        pass.
+    return_attn_probs: returns (out, softmax_lse, None). FlashAttention has probabilities in place
+        of None where there is dropout. softmax_lse is fp32.
+    dropout_p, alibi_slopes, block_table: refused, unless they are 0.0, None and None.
+
+K and V may have fewer heads than Q, a divisor of its number. Packed tensors are split into views,
+without copies. Each function computes as `flash_attention.attention` does: dtypes, sizes, strides
+and errors are the same, torch.compile and torch.export see one operator, and a derivative is
+refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flash_attention._forward import _check_flag, attention
+from flash_attention._unbuilt import refuse_unbuilt, unpacked
+from flash_attention._varlen import varlen_attention
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+Window = tuple[int, int]
+
+_KV = ("2", "kv_heads", "d_head")
+_QKV = ("3", "heads", "d_head")
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Compute attention; return out, as q. softmax_lse is (batch, heads, len_q).
+
+    q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head).
+    """
+    refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refuse_unbuilt(window_size=window_size, softcap=softcap)
+    _check_flag("deterministic", deterministic)
+    _check_flag("return_attn_probs", return_attn_probs)
+    found = attention(
+        *(q, k, v),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        return_lse=return_attn_probs,
+    )
+    return (*found, None) if isinstance(found, tuple) else found
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Compute `flash_attn_func` of q over kv, (batch, len_k, 2, kv_heads, d_head)."""
+    k, v = unpacked("kv", kv, ("batch", "len_k", *_KV))
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Compute `flash_attn_func` of qkv, (batch, seq, 3, heads, d_head)."""
+    q, k, v = unpacked("qkv", qkv, ("batch", "seq", *_QKV))
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Result:
+    """Compute attention within each of several sequences; return out, as q. softmax_lse is
+    (heads, total_q).
+
+    q: (total_q, heads, d_head). k, v: (total_k, kv_heads, d_head). Sequence n has the queries from
+        cu_seqlens_q[n] up to cu_seqlens_q[n + 1], without the latter, and its keys likewise. It may
+        have no queries or no keys.
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on the device of q.
+    max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
+
+    On CPU tensors the sequences are computed one by one, and lengths that do not fit are refused.
+    Tensors on a CUDA device are refused: no kernel takes cu_seqlens yet.
+    """
+    refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    refuse_unbuilt(window_size=window_size, softcap=softcap)
+    _check_flag("deterministic", deterministic)
+    _check_flag("return_attn_probs", return_attn_probs)
+    found = varlen_attention(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        return_lse=return_attn_probs,
+    )
+    return (*found, None) if isinstance(found, tuple) else found
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Compute `flash_attn_varlen_func` of q over kv, (total_k, 2, kv_heads, d_head)."""
+    k, v = unpacked("kv", kv, ("total_k", *_KV))
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Compute `flash_attn_varlen_func` of qkv, (total, 3, heads, d_head)."""
+    q, k, v = unpacked("qkv", qkv, ("total", *_QKV))
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
