@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
 
-from flash_attention import attention, best_config, forward
+from flash_attention import attention, best_config, forward, forward_timed
 from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import default_shape
@@ -173,6 +173,21 @@ def test_a_gradient_is_refused_in_words(problem) -> None:
     output = attention(q.clone().requires_grad_(), k, v)
     with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
         output.sum().backward()
+
+
+def test_a_graph_may_hold_calls_on_empty_tensors(cuda_device) -> None:
+    q, none = (torch.ones(2, n, 4, 128, device=cuda_device).bfloat16() for n in (5, 0))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = attention(q, none, none, causal=True, return_lse=True)
+        assert attention(none, q, q).shape == none.shape
+    o.fill_(1), lse.fill_(1)
+    graph.replay()
+    assert torch.equal(o, torch.zeros_like(q)) and torch.equal(
+        lse, torch.full_like(lse, -torch.inf)
+    )
+    timed, milliseconds = forward_timed("o5_bf16_d128_Br128_Bc64_w4", q, none, none)
+    assert torch.equal(timed, o) and milliseconds == 0
 
 
 def test_it_runs_on_the_current_stream(problem) -> None:
