@@ -30,7 +30,7 @@ constexpr float kMaxSum = 0x1p64f; // of l; O stays finite while V is below 2^63
 
 // The block's tile of O. Returns false, and has stored nothing, if that takes a maximum per block.
 template <typename Config, bool kOptimistic>
-__device__ __forceinline__ bool compute_tile(const ForwardKernelArgs &args) {
+__device__ __forceinline__ bool compute_tile(const OverlapKernelArgs &args) {
     constexpr OverlapKernelConfig cfg = Config::value;
     constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kThreads = cfg.n_threads();
     constexpr int kRowTiles = B_r / cfg.n_warps / kMmaM; // of a warp
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool compute_tile(const ForwardKernelArgs &args) {
     const Element *Q_gmem = head_gmem(args.Q, args.Q_strides) + thread_offset(Q_stride);
     const Element *K_gmem = head_gmem(args.K, args.K_strides) + thread_offset(K_stride);
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(V_stride);
-    int key = args.seq_len - B_c; // the first key of block j
+    int key = args.len_k - B_c; // the first key of block j
 
     // The block at `key`, where X_gmem points; then X_gmem points at the one before.
     auto copy = [&](uint32_t tile_smem, const Element *&X_gmem, int stride, int key) {
@@ -255,13 +255,13 @@ __device__ __forceinline__ bool compute_tile(const ForwardKernelArgs &args) {
 
 // Not inlined: what is computed twice is not to be kept in registers.
 template <typename Config>
-__device__ __noinline__ void compute_tile_again(const ForwardKernelArgs &args) {
+__device__ __noinline__ void compute_tile_again(const OverlapKernelArgs &args) {
     compute_tile<Config, false>(args);
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::value))
-    forward_kernel(const __grid_constant__ ForwardKernelArgs args) {
+    forward_kernel(const __grid_constant__ OverlapKernelArgs args) {
     if (!compute_tile<Config, true>(args)) {
         compute_tile_again<Config>(args);
     }

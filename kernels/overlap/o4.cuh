@@ -25,7 +25,7 @@
 // Phases: as o3.
 
 #include "cp_async.cuh"
-#include "flash_attention.cuh"
+#include "kernels/overlap/arguments.cuh"
 #include "ldmatrix.cuh"
 #include "memory.cuh"
 #include "mma.cuh"
@@ -183,7 +183,7 @@ constexpr int min_blocks(OverlapKernelConfig cfg) {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::value))
-    forward_kernel(const __grid_constant__ ForwardKernelArgs args) {
+    forward_kernel(const __grid_constant__ OverlapKernelArgs args) {
     constexpr OverlapKernelConfig cfg = Config::value;
     static_assert(cfg.d_head == kDHead, "the kernels are written for d_head 128");
     static_assert(cfg.B_r % (cfg.n_warps * kMmaM) == 0 && cfg.B_c % kMmaK == 0,
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     const Element *Q_gmem = head_gmem(args.Q, args.Q_strides) + thread_offset(Q_stride);
     const Element *K_gmem = head_gmem(args.K, args.K_strides) + thread_offset(K_stride);
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(V_stride);
-    int key = args.seq_len - B_c; // the first key of block j
+    int key = args.len_k - B_c; // the first key of block j
 
     // Copies the block at `key`, where X_gmem points, and moves X_gmem to the block before it. An
     // address computed from `key` is slower: see `ring_by_key` in docs/tuning.md.

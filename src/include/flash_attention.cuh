@@ -39,26 +39,6 @@ struct FlashForwardKernelConfig {
                             const FlashForwardKernelConfig &) = default;
 };
 
-// One kernel of the overlap family.
-struct OverlapKernelConfig {
-    // fields:begin
-    int overlap; // the step
-    DType dtype;
-    int d_head;
-    int B_r; // query rows of a thread block
-    int B_c; // keys of one step of its main loop
-    int n_warps;
-    int static_row_stride; // in elements; 0 = read from the arguments
-    // fields:end
-
-    constexpr int n_threads() const { return n_warps * 32; }
-    constexpr int kv_buffers() const { return overlap >= 3 ? 2 : 1; } // for K and V each
-    constexpr int smem_bytes() const {
-        return (B_r + 2 * kv_buffers() * B_c) * d_head * int(sizeof(Element));
-    }
-    friend auto operator<=>(const OverlapKernelConfig &, const OverlapKernelConfig &) = default;
-};
-
 // One kernel of the hopper family.
 struct HopperKernelConfig {
     // fields:begin

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flash_attention.cuh"
+#include "kernels/overlap/arguments.cuh"
 
 // clang-format off
 Kernel o1_fp16_d128_Br128_Bc64_w4_kernel();
@@ -26,6 +27,8 @@ Kernel o5_fp16_d128_Br128_Bc64_w4_kernel();
 Kernel o5_fp16_d128_Br128_Bc64_w4_rs2048_kernel();
 Kernel o5_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o5_bf16_d128_Br128_Bc64_w4_rs2048_kernel();
+Kernel o6_fp16_d128_Br128_Bc64_w4_kernel();
+Kernel o6_bf16_d128_Br128_Bc64_w4_kernel();
 
 inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels = {
     {{.overlap = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
@@ -76,5 +79,11 @@ inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels 
     {{.overlap = 5, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 2048},
      {o5_bf16_d128_Br128_Bc64_w4_rs2048_kernel()}},
+    {{.overlap = 6, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
+      .static_row_stride = 0},
+     {o6_fp16_d128_Br128_Bc64_w4_kernel()}},
+    {{.overlap = 6, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
+      .static_row_stride = 0},
+     {o6_bf16_d128_Br128_Bc64_w4_kernel()}},
 };
 // clang-format on

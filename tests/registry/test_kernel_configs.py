@@ -193,7 +193,8 @@ class TestSetsOfConfigs:
         assert with_siblings([general]) == [general]
 
     def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
-        tunable = {*(f"v{number}" for number in range(7, 17)), "o5"}
+        tunable = {f"v{number}" for number in range(7, 17)}
+        tunable |= {step.id for step in OVERLAP.steps.values() if step.number >= 5}
         tunable |= {step.id for step in HOPPER.steps.values() if step.number >= 7}
         assert {config.step.id for config in SWEPT} == tunable
         assert {c for c in PROGRESSION if c.step.id in tunable} <= set(SWEEP)
@@ -211,7 +212,7 @@ class TestSetsOfConfigs:
             *((64, B_c, 4) for B_c in (32, 64, 128)),
             *((128, B_c, 4) for B_c in (32, 64)),  # B_c 128 leaves no register for the rest
             *((128, B_c, 8) for B_c in (32, 64, 128)),
-            *((256, B_c, 8) for B_c in (32, 64)),  # of o5 alone
+            *((256, B_c, 8) for B_c in (32, 64)),  # of overlap alone
         }
 
 

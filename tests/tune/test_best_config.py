@@ -81,6 +81,7 @@ def on(monkeypatch):
         properties = SimpleNamespace(name=gpu, major=major, minor=minor, multi_processor_count=132)
         tensors.gpu_device.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
@@ -291,14 +292,14 @@ class TestChoice:
         return use
 
     def winner(self) -> Config:
-        """Built, of the newest step, and not its fixed config."""
-        return self.NEWEST.general()
+        """Of the newest step, and not its fixed config."""
+        return self.NEWEST.replace(B_c=128, n_warps=8)
 
     @pytest.mark.parametrize(
         ("gpu", "capability", "seq_len", "wanted"),
         [
             (A100, "8.0", 256, NEWEST),
-            (A100, "8.0", 64, FIXED["v16", Element.BF16]),
+            (A100, "8.0", 77, NEWEST),
             (H100, "9.0", 256, ON_HOPPER),
             (H100, "9.0", 192, ON_HOPPER),
         ],
@@ -313,7 +314,8 @@ class TestChoice:
         assert self.ON_HOPPER.family.name == "hopper"
         assert self.NEWEST.family.is_portable
 
-    def test_is_the_winner_of_this_gpu(self, found, on) -> None:
+    def test_is_the_winner_of_this_gpu(self, found, on, monkeypatch) -> None:
+        monkeypatch.setattr(library, "kernels", lambda: [*LISTED, self.winner()])
         found(A100, "8.0", self.winner())
         on(A100, "8.0")
         problem = AttentionForward(1, 1, 256)
@@ -324,8 +326,9 @@ class TestChoice:
     def test_passes_over_a_winner_that_does_not_take_the_problem(
         self, found, on, monkeypatch
     ) -> None:
-        wide = self.NEWEST.replace(B_c=128, n_warps=8)
+        wide = FIXED["o5", Element.BF16].replace(B_c=128, n_warps=8)
         monkeypatch.setattr(library, "kernels", lambda: [*LISTED, wide])
+        monkeypatch.setattr(best, "preferred_steps", lambda *_: [STEPS["o5"], STEPS["v16"]])
         found(A100, "8.0", wide)
         on(A100, "8.0")
         assert choose_config(AttentionForward(1, 1, 256), self.CUDA) == wide

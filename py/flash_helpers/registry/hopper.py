@@ -39,7 +39,13 @@ from flash_helpers.registry.call import (
 )
 from flash_helpers.registry.config import Config, element, flag, number
 from flash_helpers.registry.family import CORE, LAB, LIBRARY, Family, StepEntry
-from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, LAZY_RESCALE, RUNS_PER_TILE
+from flash_helpers.registry.mma_sync import (
+    DTYPES,
+    ELEMENT_BYTES,
+    LAZY_RESCALE,
+    RAGGED,
+    RUNS_PER_TILE,
+)
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.tile_order import TileOrder
 
@@ -63,7 +69,6 @@ Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this on
 REPLAYS = "replays"  # m is that of a tile's first block; rows that do not fit are computed again
 UNCHECKED = "unchecked"  # P of bf16 is never made smaller by raising m: l alone is looked at
 ASKS_LATE = "asks_late"  # whether m of fp16 must grow is asked behind the wait for P @ V
-RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see

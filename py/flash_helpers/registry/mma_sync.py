@@ -12,7 +12,11 @@ from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.problems import counted_problem
-from flash_helpers.operations.attention_forward.supports import AttentionSupports
+from flash_helpers.operations.attention_forward.supports import (
+    MAX_LENGTH,
+    TWO_LENGTHS,
+    AttentionSupports,
+)
 from flash_helpers.registry.call import (
     INT,
     POINTER,
@@ -47,6 +51,7 @@ PIECES = "pieces"  # tiles lie in shared memory in pieces of PIECE columns
 LAZY_RESCALE = "lazy_rescale"  # m, l and O only follow a row's maximum that grows by MAX_GROWTH
 MMA_ROW_SUM = "mma_row_sum"  # l is P @ 1: the tensor cores add up the rows of P
 TWO_BUFFERS = "two_buffers"  # each for K and V in shared memory
+RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 
 RUNS_PER_TILE = 8  # loops inside the pass over a tile of K and V are unrolled: once is enough
 
@@ -148,15 +153,19 @@ class MmaSyncConfig(Config):
 
     @property
     def supports(self) -> AttentionSupports:
-        """Whole blocks of queries and keys of one length."""
+        """Whole blocks of queries and keys of one length, unless the step's traits say more."""
+        ragged = RAGGED in self.step.traits
         return AttentionSupports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
-            blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
+            blocks=MappingProxyType({} if ragged else {"B_r": self.B_r, "B_c": self.B_c}),
             alignment=CHUNK_BYTES,
             max_row_stride=MAX_ROW_STRIDE,
+            # rows of the last tiles are numbered beyond the tensor's end
+            max_length=MAX_LENGTH - (max(self.B_r, self.B_c) if ragged else 0),
             B_r=self.B_r,
             B_c=self.B_c,
+            abilities=frozenset({TWO_LENGTHS} if ragged else ()),
         )
 
     def general(self: Own) -> Own:
@@ -176,33 +185,42 @@ class MmaSyncConfig(Config):
     def own_strides(self, problem: AttentionForward) -> dict[str, tuple[int, ...]]:
         """Return strides with the static row stride, if there is one: those of heads in a wider
         tensor."""
-        row = self.static_row_stride or problem.row_stride
-        own = (problem.len_q * row, row, problem.d_head, 1)
-        return dict.fromkeys("qkvo", _of_sizes(own, problem.shape))
+        found = problem.strides()
+        if row := self.static_row_stride:
+            for tensor in problem.tensors:
+                if tensor.name in {*"qkvo"}:
+                    own = (tensor.shape[1] * row, row, problem.d_head, 1)
+                    found[tensor.name] = _of_sizes(own, tensor.shape)
+        return found
+
+    def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
+        """Return the members of the kernel's arguments that are neither addresses nor strides."""
+        return {"seq_len": (problem.len_q,)}
 
     def call(self, problem: AttentionForward, strides: Strides, device: Device) -> Call:
         """Return launches with one block per tile of queries, head and batch; several launches if
         the batches exceed the z dimension of a grid."""
-        values: dict[str, tuple[float, ...]] = {"seq_len": (problem.len_q,)}
+        values = self.arguments(problem)
         values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
         most = gpu.MAX_GRID[2]
         (kernel,) = self.runs_as(strides).kernels.values()
+        (layout,) = self.family.kernels.values()
         return Call(
             tuple(
                 Launch(
                     kernel=kernel,
                     grid=(
-                        problem.len_q // self.B_r,
+                        -(-problem.len_q // self.B_r),
                         problem.heads,
                         min(problem.batch - first, most),
                     ),
                     block=self.n_threads,
                     shared_bytes=self.smem_bytes,
-                    layout=ARGUMENTS,
+                    layout=layout,
                     values=values,
                     addresses=tuple(
                         Address(
-                            ARGUMENTS.offset(name.upper()),
+                            layout.offset(name.upper()),
                             name,
                             first * strides[name][0] * ELEMENT_BYTES,
                         )
@@ -214,8 +232,9 @@ class MmaSyncConfig(Config):
         )
 
     def work(self, problem: AttentionForward, device: Device) -> float:
-        """Return the scores of queries and keys that are computed: all, since tiles are whole."""
-        return problem.batch * problem.heads * problem.len_q * problem.len_k
+        """Return the scores of queries and keys that are computed, in whole tiles."""
+        tiles = -(-problem.len_q // self.B_r) * len(self.key_blocks(problem.len_k))
+        return problem.batch * problem.heads * tiles * self.B_r * self.B_c
 
     def most_runs(self, problem: AttentionForward, device: Device) -> int:
         """Return RUNS_PER_TILE for each block of keys, and for the code before and behind them."""

@@ -7,26 +7,39 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.registry.call import INT, POINTER, STRIDES, StructLayout
 from flash_helpers.registry.config import element, number
 from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     DTYPES,
-    HEADER,
-    KERNELS,
     KEYS_BACKWARDS,
     LAZY_RESCALE,
     MMA_ROW_SUM,
     PIECES,
     PROGRESSION_ROW_STRIDE,
+    RAGGED,
     TARGETS,
     TWO_BUFFERS,
     MmaSyncConfig,
 )
 from flash_helpers.registry.problem import Element
+
+ARGUMENTS = StructLayout(
+    "OverlapKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys("QKVO", POINTER),
+            **{f"{name}_strides": STRIDES for name in "QKVO"},
+            **dict.fromkeys(("len_k", "len_q"), INT),
+        }
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,10 @@ class OverlapKernelConfig(MmaSyncConfig):
     def family(self) -> Family[Any]:
         """The overlap family."""
         return OVERLAP
+
+    def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
+        """Return the lengths."""
+        return {"len_k": (problem.len_k,), "len_q": (problem.len_q,)}
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
@@ -132,12 +149,20 @@ OVERLAP = Family(
             opens={"B_r": (64, 128, 256), "B_c": (32, 64, 128), "n_warps": (4, 8)},
             place=CORE,
         ),
+        StepEntry(
+            "any_length",
+            "any number of queries and of keys: the block that has too few keys comes first",
+            _file(6),
+            sets={"static_row_stride": 0},
+            opens={"static_row_stride": (0,)},
+            traits=frozenset({RAGGED}),
+        ),
     ),
     targets=TARGETS,
-    kernels=KERNELS,
-    header=HEADER,
+    kernels=MappingProxyType({"forward_kernel": ARGUMENTS}),
+    header=PurePosixPath("kernels/overlap/arguments.cuh"),
     dtypes=DTYPES,
-    computing=frozenset({LAZY_RESCALE, MMA_ROW_SUM}),
+    computing=frozenset({LAZY_RESCALE, MMA_ROW_SUM, RAGGED}),
     successor=successor,
     # A test whose cache two workers fill counts twice.
     in_library=True,

@@ -24,7 +24,7 @@ from flash_helpers.ptx import (
     WgmmaRegisterError,
 )
 from flash_helpers.registry.hopper import WGMMA_M
-from flash_helpers.registry.mma_sync import LAZY_RESCALE
+from flash_helpers.registry.mma_sync import LAZY_RESCALE, MmaSyncConfig
 from flash_helpers.registry.tile_order import COUNTED_FROM
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
@@ -194,6 +194,13 @@ FAULTS = {
     "o5: the row sums are not rescaled": Fault(
         "o5", FP16, MAIN_LOOP, RESCALE, drop, slice(2), quantity="l", turn=1, warp=0, rows=range(8),
     ),
+    "o6: rows of Q past the end are read": Fault(
+        "o6", BF16, PROLOGUE, r"selp\.b32.*16, 0,", swap("16, 0,", "16, 16,"), nth(4),
+        OutOfBoundsError, "cp_async_16_L2_128B(",
+    ),
+    "o6: keys past the end count": Fault(
+        "o6", BF16, MAIN_LOOP, r"setp\.le\.s32", swap("le", "ge"), nth(0), quantity="l",
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",
@@ -337,10 +344,13 @@ def problem_of(config: AttentionConfig) -> AttentionForward:
 
     For a causal kernel it is the smallest problem for which tiles are counted on `device_of`. The
     diagonal of the fixed tiles then ends between two warpgroups and within a block of keys, the
-    last of three; the first queries see no key.
+    last of three; the first queries see no key. On `mma.sync` neither queries nor keys are whole
+    blocks where a kernel takes any length.
     """
     if config.supports.causal:
         len_q, len_k = COUNTED_FROM * config.B_r, 2 * config.B_c + WGMMA_M
+    elif _hides_keys(config):
+        len_q, len_k = config.B_r + config.B_c, 2 * config.B_c + 3
     else:
         whole = config.supports.whole
         len_q = len_k = -(-3 * config.B_c // whole) * whole
@@ -356,7 +366,13 @@ def device_of(config: AttentionConfig) -> Device:
 
 def distribution_of(config: AttentionConfig) -> str:
     """Return the kind of inputs in which the maximum of most rows changes from block to block, by
-    enough for a lazy step. A causal kernel gets inputs in which every key counts, so that a wrong
-    mask shows."""
-    is_lazy = LAZY_RESCALE in config.step.traits and not config.supports.causal
-    return "large_logits" if is_lazy else "normal"
+    enough for a lazy step. A kernel that hides keys gets inputs in which every key counts, so that
+    a wrong mask shows."""
+    is_lazy = LAZY_RESCALE in config.step.traits
+    return "large_logits" if is_lazy and not _hides_keys(config) else "normal"
+
+
+def _hides_keys(config: AttentionConfig) -> bool:
+    """Return whether the problem of a config has keys that not every query sees."""
+    ragged = isinstance(config, MmaSyncConfig) and not config.supports.blocks
+    return ragged or config.supports.causal

@@ -1,0 +1,34 @@
+#pragma once
+// Config and arguments of the overlap family's kernels, shared with the host. Python has the same
+// types: see flash_attention.cuh.
+
+#include "flash_attention.cuh"
+
+// One kernel of the overlap family.
+struct OverlapKernelConfig {
+    // fields:begin
+    int overlap; // the step
+    DType dtype;
+    int d_head;
+    int B_r; // query rows of a thread block
+    int B_c; // keys of one step of its main loop
+    int n_warps;
+    int static_row_stride; // in elements; 0 = read from the arguments
+    // fields:end
+
+    constexpr int n_threads() const { return n_warps * 32; }
+    constexpr int kv_buffers() const { return overlap >= 3 ? 2 : 1; } // for K and V each
+    constexpr int smem_bytes() const {
+        return (B_r + 2 * kv_buffers() * B_c) * d_head * int(sizeof(Element));
+    }
+    friend auto operator<=>(const OverlapKernelConfig &, const OverlapKernelConfig &) = default;
+};
+
+// Q and O have the shape (batch, len_q, heads, d_head), K and V (batch, len_k, heads, d_head). The
+// grid is (tiles of queries, heads, batch). o1 to o5 take whole blocks, and len_q is len_k.
+struct OverlapKernelArgs {
+    const void *Q, *K, *V;
+    void *O;
+    TensorStrides Q_strides, K_strides, V_strides, O_strides;
+    int len_k, len_q;
+};

@@ -1,0 +1,79 @@
+#pragma once
+// Tiles of the overlap family from o6 on: their place in shared memory, the fragments of mma in it,
+// and a product of fragments.
+
+#include "kernels/overlap/arguments.cuh"
+#include "mma.cuh"
+
+constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
+constexpr int kChunkBytes = kChunk * sizeof(Element);
+constexpr int kPiece = 64; // columns of a piece: rows of 128 bytes, all 32 banks once
+constexpr int kThreadsPerRow = kPiece / kChunk;
+
+// Byte offset of (row, col) in a piece of a tile in shared memory: rows of 128 bytes. The row
+// permutes its 16-byte chunks, so that the chunks of one column in 8 rows lie in all 32 banks.
+__device__ __forceinline__ uint32_t smem_offset(int row, int col) {
+    const int chunk = col / kChunk ^ row % 8;
+    return (row * kPiece + chunk * kChunk + col % kChunk) * sizeof(Element);
+}
+
+// The pieces of a tile of kRows rows lie one after the other.
+template <int kRows>
+__device__ constexpr int piece_offset(int piece) {
+    return piece * kRows * kPiece * int(sizeof(Element));
+}
+
+// Offset of a thread's part of a tile, in elements. 8 neighbouring threads share the 128 bytes of a
+// row in one piece, and copy the same columns of the other piece.
+__device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
+    return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
+}
+
+// The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
+// mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+// The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers
+// that one mma reads as B are neighbours. Piece k of a row has its chunks at (2k + column half) ^
+// (lane % 8). Bits 0 and 1 of k flip bits 1 and 2 of the chunk; bit 3 of the chunk is not swizzled.
+// So a lane has four offsets of each kind, and the rest of an address is known at compile time.
+__device__ __forceinline__ void set_lane_offsets(uint32_t (&lane_offset)[4],
+                                                 uint32_t (&K_lane_offset)[4]) {
+    const int lane = threadIdx.x % 32;
+    const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * kChunk;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        lane_offset[k] = smem_offset(lane % 16, lane / 16 * kChunk) ^ k * 2 * kChunkBytes;
+        K_lane_offset[k] = smem_offset(K_row, K_col) ^ k * 2 * kChunkBytes;
+    }
+}
+
+template <int kRows>
+__device__ __forceinline__ uint32_t fragment_address(uint32_t tile_smem,
+                                                     const uint32_t (&lane_offset)[4], int row,
+                                                     int k) {
+    return tile_smem + lane_offset[k % 4] + row * kPiece * int(sizeof(Element)) +
+           piece_offset<kRows>(k / 4);
+}
+
+// C (kRowTiles * 16, 16) += A (kRowTiles * 16, 16) @ B (16, 16), in pair n of C's column tiles. One
+// ldmatrix_x4 of K or V loads B.
+template <DType kDType, int kRowTiles, int kTiles>
+__device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][kTiles][4],
+                                            const uint32_t (&A_rmem)[kRowTiles][4],
+                                            const uint32_t (&B_rmem)[4], int n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            mma_m16n8k16<kDType>(C_rmem[i][2 * n + half], A_rmem[i], B_rmem[2 * half],
+                                 B_rmem[2 * half + 1]);
+        }
+    }
+}
+
+// Thread blocks that an SM is to hold. Warps with 16 rows and 64 keys need at most 168 registers
+// per thread: twelve warps per SM. Warps with larger tiles need up to 255: eight warps. Without a
+// bound ptxas takes too many in one version, and in another so few that it gives up overlap.
+constexpr int min_blocks(OverlapKernelConfig cfg) {
+    const int warps = cfg.B_r / cfg.n_warps == kMmaM && cfg.B_c <= 64 ? 12 : 8;
+    return warps > cfg.n_warps ? warps / cfg.n_warps : 1;
+}
