@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from operator import index
 from typing import Any
 
 import torch
@@ -34,6 +36,9 @@ _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
 _NAMES = tuple(AttentionForward.axes)  # of tensors, in the operators' order
 _QKVO = ("q", "k", "v", "o")
 _WITH_LSE = (*_QKVO, "lse")
+_ALL_KEYS = (-1, -1)  # a window without bounds
+_NO_SOFTCAP = 0.0
+_MOST_KEYS = 2**62  # over any length, and within what an operator takes
 _KEYS = torch._C.DispatchKey
 # All dispatch keys except those of a call on plain tensors without tracing or transforms.
 _OTHER_KEYS = ~functools.reduce(
@@ -106,6 +111,7 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     operator = getattr(torch.ops.flash_attention, name).default
+    names = [argument.name for argument in operator._schema.arguments]
     written = [argument.is_write for argument in operator._schema.arguments]
     read = slice(written.index(True)) if any(written) else slice(None)
 
@@ -127,10 +133,9 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
 
     def checked(function: Callable) -> Callable:
         def call(*args: Any) -> Any:
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            for tensor in tensors:
-                if tensor.layout is not torch.strided:
-                    check_types(dict(zip(_NAMES, tensors, strict=False)))
+            tensors = {n: x for n, x in zip(names, args, strict=True) if torch.is_tensor(x)}
+            if any(tensor.layout is not torch.strided for tensor in tensors.values()):
+                check_types(tensors)
             return function(*args)
 
         return call
@@ -170,7 +175,12 @@ def _compute_out(
 ) -> None:
     names, given = (_QKVO, (q, k, v, o)) if lse is None else (_WITH_LSE, (q, k, v, o, lse))
     compute(_config(cfg), _asked(cfg, softmax_scale), names, given)
-    for output in (o, lse):  # so that autograd notices the overwriting of a saved tensor
+    _overwritten(o, lse)
+
+
+def _overwritten(*outputs: torch.Tensor | None) -> None:
+    """Let autograd notice that saved tensors were overwritten."""
+    for output in outputs:
         if output is not None and not output.is_inference():
             torch.autograd.graph.increment_version(output)
 
@@ -244,12 +254,20 @@ def _simulated_text(problem: AttentionForward) -> str:
     config = newest_that_takes(problem)
     if config is None:
         return ""
-    scale = "" if problem.has_usual_scale else f", softmax_scale={problem.softmax_scale:g}"
-    lse = ", lse=lse" if problem.return_lse else ""
+    arguments = [f'"{config.short_form()}", q, k, v']
+    if not problem.has_usual_scale:
+        arguments.append(f"softmax_scale={problem.softmax_scale:g}")
+    if problem.has_window:
+        bounds = (problem.window_left, problem.window_right)
+        left, right = (-1 if bound is None else bound for bound in bounds)
+        arguments.append(f"window_size=({left}, {right})")
+    if problem.softcap:
+        arguments.append(f"softcap={problem.softcap:g}")
+    arguments += ["sinks=sinks"] * problem.sinks + ["lse=lse"] * problem.return_lse
     return (
         "on CPU tensors attention() takes only kernels of the portable families; "
-        f'forward("{config.short_form()}", q, k, v{scale}{lse}) simulates a kernel that computes '
-        "this problem, and simulate() counts it too"
+        f"forward({', '.join(arguments)}) simulates a kernel that computes this problem, and "
+        "simulate() counts it too"
     )
 
 
@@ -261,29 +279,25 @@ def _compile_while_tracing(config: Config, device: torch.device) -> None:
         compile_ahead(config.siblings(), device)
 
 
-def _check_fake(cfg: str, given: Mapping[str, Laid], softmax_scale: float | None) -> None:
-    """Raises what a call of a config raises for tensors without memory."""
-    _config(cfg)
-    config = resolve(cfg)
-    if constant_call(AttentionForward, config, given, softmax_scale=softmax_scale) is None:
-        check_problem(config, given, softmax_scale=softmax_scale)
-        _compile_while_tracing(config, given["q"].device)
-
-
-def _check_fake_attention(
-    given: Mapping[str, Laid], causal: bool, softmax_scale: float | None
-) -> None:
-    """Raises what attention() raises for tensors without memory."""
-    options = {"causal": causal, "softmax_scale": softmax_scale}
-    if constant_call(AttentionForward, None, given, **options) is None:
+def _check_fake(cfg: str | None, given: Mapping[str, Laid], **options: Any) -> None:
+    """Raises what a call raises for tensors without memory. cfg: None for attention()."""
+    config = None
+    if cfg is not None:
+        _config(cfg)
+        config = resolve(cfg)
+    if constant_call(AttentionForward, config, given, **options) is not None:
+        return
+    if config is None:
         config = _choose((None, tuple(options.items())), given)
-        _compile_while_tracing(config, given["q"].device)
+    else:
+        check_problem(config, given, **options)
+    _compile_while_tracing(config, given["q"].device)
 
 
 def _fake(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
-    _check_fake(cfg, {"q": q, "k": k, "v": v}, softmax_scale)
+    _check_fake(cfg, {"q": q, "k": k, "v": v}, softmax_scale=softmax_scale)
     return _new_output(q, v)
 
 
@@ -297,13 +311,15 @@ def _fake_out(
     lse: torch.Tensor | None,
 ) -> None:
     given = {"q": q, "k": k, "v": v, "o": o}
-    _check_fake(cfg, given if lse is None else {**given, "lse": lse}, softmax_scale)
+    given = given if lse is None else {**given, "lse": lse}
+    _check_fake(cfg, given, softmax_scale=softmax_scale)
 
 
 def _fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
-    _check_fake_attention({"q": q, "k": k, "v": v}, causal, softmax_scale)
+    given = {"q": q, "k": k, "v": v}
+    _check_fake(None, given, causal=causal, softmax_scale=softmax_scale)
     return _new_output(q, v)
 
 
@@ -311,8 +327,47 @@ def _fake_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = _new_lse(q)
-    _check_fake_attention({"q": q, "k": k, "v": v, "lse": lse}, causal, softmax_scale)
+    given = {"q": q, "k": k, "v": v, "lse": lse}
+    _check_fake(None, given, causal=causal, softmax_scale=softmax_scale)
     return _new_output(q, v), lse
+
+
+def _define_with_options(schema: str) -> Callable:
+    """Define an operator that takes every option, by the names of its arguments. Operators without
+    windows, softcap and sinks have functions of their own, since each argument takes time."""
+    before, _, after = schema.partition(" -> ")
+    names = [argument.split()[-1] for argument in before.partition("(")[2][:-1].split(",")]
+
+    def call(args: Sequence[Any]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
+        """Return the config, if one is asked for, the tensors in the order of calls, o among them,
+        and the options."""
+        given = dict(zip(names, args, strict=True))
+        given |= {"lse": _new_lse(given["q"])} if "," in after else {}
+        tensors = {name: given.pop(name, None) for name in _NAMES}
+        cfg = given.pop("cfg", None)
+        return cfg, {n: x for n, x in tensors.items() if x is not None or n == "o"}, given
+
+    def results(tensors: Mapping[str, Any]) -> Any:
+        if after == "()":
+            return None
+        return (tensors["o"], tensors["lse"]) if "," in after else tensors["o"]
+
+    def function(*args: Any) -> Any:
+        cfg, tensors, options = call(args)
+        asked = cfg, tuple(options.items())
+        kind, choose = (AttentionForward, [_choose]) if cfg is None else (_config(cfg), [])
+        found = compute(kind, asked, tuple(tensors), tuple(tensors.values()), *choose)
+        if after == "()":
+            _overwritten(tensors["o"], tensors.get("lse"))
+        return results(dict(zip(tensors, found, strict=True)))
+
+    def fake(*args: Any) -> Any:
+        cfg, tensors, options = call(args)
+        given = {name: x for name, x in tensors.items() if x is not None}
+        _check_fake(cfg, given, **options)
+        return results({"o": _new_output(given["q"], given["v"]), **given})
+
+    return _define(schema, function, fake)
 
 
 # No defaults: Inductor passes arguments with defaults by name, which makes a call 1 µs longer.
@@ -338,6 +393,22 @@ _attention_lse = _define(
     _compute_attention_lse,
     _fake_attention_lse,
 )
+_WINDOWED = "int? window_left, int? window_right, float softcap, float? softmax_scale"
+_forward_options = _define_with_options(
+    f"forward_options(str cfg, Tensor q, Tensor k, Tensor v, Tensor? sinks, {_WINDOWED}) -> Tensor"
+)
+_forward_options_out = _define_with_options(
+    "forward_options_out(str cfg, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor(a!) o, "
+    f"{_WINDOWED}, Tensor(b!)? lse) -> ()"
+)
+_attention_options = _define_with_options(
+    "attention_options(Tensor q, Tensor k, Tensor v, Tensor? sinks, bool causal, "
+    f"{_WINDOWED}) -> Tensor"
+)
+_attention_options_lse = _define_with_options(
+    "attention_options_lse(Tensor q, Tensor k, Tensor v, Tensor? sinks, bool causal, "
+    f"{_WINDOWED}) -> (Tensor, Tensor)"
+)
 
 
 # -- functions for users ---------------------------------------------------------------------------
@@ -349,6 +420,9 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window_size: tuple[int, int] = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -365,18 +439,27 @@ def attention(
 
     q: (batch, len_q, heads, d_head), fp16 or bf16.
     k, v: (batch, len_k, kv_heads, d_head), with the dtype and device of q. kv_heads divides heads,
-        and head h of q uses head h // (heads // kv_heads) of k and v. Layouts are as for `forward`.
+        and head h of q uses head h // (heads // kv_heads) of k and v. v may have another d_head.
+        Layouts are as for `forward`.
     causal: query i sees key j if j <= i + len_k - len_q. The mask is aligned to the bottom right,
         where the last query meets the last key. PyTorch's is_causal is aligned to the top left,
         which is another mask if the lengths differ.
+    window_size: (left, right): query i sees key j if i' - left <= j <= i' + right, where i' is i +
+        len_k - len_q. -1 is no bound. With causal, right is 0 whatever is passed, and a right of 0
+        is causal.
+    softcap: a logit x = q kᵀ · softmax_scale becomes softcap · tanh(x / softcap); 0 leaves it.
+    sinks: (heads,), with the dtype and device of q, contiguous: one more logit for each head, which
+        is neither scaled nor capped. It counts in the sum of exponentials and adds nothing to o.
     softmax_scale: 1/sqrt(d_head) by default.
-    return_lse: also return, for each row, the natural logarithm of the sum of
-        exp(q kᵀ · softmax_scale) over the keys that the row sees: (batch, heads, len_q), fp32.
+    return_lse: also return, for each row, the natural logarithm of the sum of exp(x) over the
+        logits x of the keys that the row sees, and over its head's sink: (batch, heads, len_q),
+        fp32.
 
-    Returns o, with the shape and dtype of q, contiguous; with return_lse (o, lse). A query that
-    sees no key has 0 in o and -inf in lse. No kernel runs if there is no batch, head, query or key,
-    and sizes and options that no kernel takes are taken then; d_head is at least 1. Runs on the
-    same devices as `forward`, under torch.compile and in CUDA graphs too, and has no backward pass.
+    Returns o, with the dtype and sizes of q and the d_head of v, contiguous; with return_lse
+    (o, lse). A query that sees no key has 0 in o, and its sink or -inf in lse. No kernel runs if
+    there is no batch, head, query or key, and sizes and options that no kernel takes are taken
+    then; d_head is at least 1. Runs on the same devices as `forward`, under torch.compile and in
+    CUDA graphs too, and has no backward pass.
 
     Raises the errors of `forward`. A ValueError names the property that no kernel of the device
     supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads
@@ -385,8 +468,14 @@ def attention(
     _check_tensors(q, k, v)
     _check_flag("causal", causal)
     _check_flag("return_lse", return_lse)
-    operator = _attention_lse if return_lse else _attention
-    return operator(q, k, v, causal, _scale(softmax_scale))
+    scale = _scale(softmax_scale)
+    if window_size is not _ALL_KEYS or softcap is not _NO_SOFTCAP or sinks is not None:
+        options = _options(window_size, softcap, sinks)
+        if options is not None:
+            function = _attention_options_lse if return_lse else _attention_options
+            return function(q, k, v, sinks, causal, *options, scale)
+    function = _attention_lse if return_lse else _attention
+    return function(q, k, v, causal, scale)
 
 
 def forward(
@@ -396,6 +485,9 @@ def forward(
     v: torch.Tensor,
     o: torch.Tensor | None = None,
     *,
+    window_size: tuple[int, int] = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -407,12 +499,11 @@ def forward(
         tells the shapes: d_head 128, and one seq for all tensors that is a multiple of B_r and B_c,
         unless the step takes more. Strides are multiples of 8 elements, 1 in the last dimension.
         Memory is aligned to 16 bytes.
-    o: written and returned if given, with the shape, dtype and device of q, without overlap with
-        other tensors; otherwise a new contiguous tensor.
-    softmax_scale: 1/sqrt(d_head) by default.
-    lse: written if given: for each row the natural logarithm of the sum of
-        exp(q kᵀ · softmax_scale), (batch, heads, seq), fp32, contiguous, without overlap with other
-        tensors.
+    o: written and returned if given, with the shape, dtype and device of q and the d_head of v,
+        without overlap with other tensors; otherwise a new contiguous tensor.
+    window_size, softcap, sinks, softmax_scale: as for `attention`.
+    lse: written if given, as `attention` returns it: (batch, heads, seq), fp32, contiguous, without
+        overlap with other tensors.
 
     Runs on a CUDA device's current stream, without synchronising. On CPU tensors it runs the
     kernel's PTX in the simulator (see `simulate`), which needs no GPU. For a large shape, stderr
@@ -429,8 +520,13 @@ def forward(
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     scale = _scale(softmax_scale)
+    options = None
+    if window_size is not _ALL_KEYS or softcap is not _NO_SOFTCAP or sinks is not None:
+        options = _options(window_size, softcap, sinks)
     if o is None and lse is None:
         _check_tensors(q, k, v)
+        if options is not None:
+            return _forward_options(name, q, k, v, sinks, *options, scale)
         return _forward(name, q, k, v, scale)
     if o is None:
         _check_tensors(q, k, v)
@@ -438,7 +534,10 @@ def forward(
     _check_tensors(q, k, v, o)
     if lse is not None:
         check_types({"lse": lse})
-    _forward_out(name, q, k, v, o, scale, lse)
+    if options is not None:
+        _forward_options_out(name, q, k, v, sinks, o, *options, scale, lse)
+    else:
+        _forward_out(name, q, k, v, o, scale, lse)
     return o
 
 
@@ -487,8 +586,9 @@ def run(
 
     cfg: a config, or its short form (`kernels()` lists configs; any other valid one will do). Its
         operation defines the tensors, such as x and y for the softmax along rows.
-    tensors: inputs, then outputs, in the operation's order. An output that is None or left out is
-        allocated, contiguous. A given output is written; it must not overlap other tensors.
+    tensors: inputs and outputs, in the operation's order. An output that is None or left out is
+        allocated, contiguous. A given output is written; it must not overlap other tensors. Tensors
+        that are optional come last.
     options: of the operation, such as softmax_scale.
 
     Runs on the same devices as `forward`, but is not a torch operator: torch.compile does not see
@@ -505,13 +605,17 @@ def run(
     given = {name: x for name, x in zip(axes, tensors, strict=False) if x is not None}
     if not given:
         raise ValueError(f"{operation.name} takes {', '.join(axes)}: pass the inputs among them")
-    if unknown := options.keys() - {f.name for f in fields(operation.problem)}:
+    parameters = inspect.signature(operation.problem.posed).parameters.values()
+    if unknown := options.keys() - {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}:
         raise TypeError(f"{operation.name} has no option {', '.join(sorted(unknown))}")
     for field in fields(operation.problem):
+        value = options.get(field.name)
         if field.type == "bool" and field.name in options:
-            _check_flag(field.name, options[field.name])
-    if "softmax_scale" in options:
-        options["softmax_scale"] = _scale(options["softmax_scale"])
+            _check_flag(field.name, value)
+        elif field.type == "float" and value is not None:
+            options[field.name] = _number(field.name, value, "leave it out")
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{field.name} is {value!r}: pass a whole number, or leave it out")
     check_types(given)
     _refuse_derivatives("run", *given.values())
     call = ready_call(config, *tensors, **options)
@@ -555,6 +659,9 @@ def simulate(
     v: torch.Tensor,
     o: torch.Tensor | None = None,
     *,
+    window_size: tuple[int, int] = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     lse: torch.Tensor | None = None,
     keep_going: bool = False,
@@ -578,7 +685,9 @@ def simulate(
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     _config(name)
-    call = ready_call(name, q, k, v, o, lse, softmax_scale=softmax_scale)
+    left, right, cap = _options(window_size, softcap, sinks) or (None, None, _NO_SOFTCAP)
+    options = {"window_left": left, "window_right": right, "softcap": cap}
+    call = ready_call(name, q, k, v, o, lse, sinks, softmax_scale=softmax_scale, **options)
     return call.output, call.simulate(keep_going, device)
 
 
@@ -595,18 +704,52 @@ def _check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}: pass True or False")
 
 
+def _options(
+    window_size: Any, softcap: Any, sinks: object
+) -> tuple[int | None, int | None, float] | None:
+    """Return both bounds of a window, None where there is none, and the softcap; None if all that
+    and sinks are left out.
+
+    Raises TypeError for values of another type, ValueError for a bound below -1.
+    """
+    if sinks is not None:
+        check_types({"sinks": sinks})
+    try:
+        left, right = window_size
+        bounds = [index(bound) for bound in (left, right)]
+    except (TypeError, ValueError):
+        bounds = []
+    if not bounds or isinstance(left, bool) or isinstance(right, bool):
+        raise TypeError(
+            f"window_size is {window_size!r}: pass two whole numbers, the keys before and behind "
+            "a query that it sees, with -1 for no bound"
+        )
+    if min(bounds) < -1:
+        raise ValueError(
+            f"window_size is ({left}, {right}), and a bound is at least 0: pass -1 for no bound"
+        )
+    found = [None if bound == -1 else min(bound, _MOST_KEYS) for bound in bounds]
+    softcap = _number("softcap", softcap, "0 for none")
+    if sinks is None and found == [None, None] and softcap == 0:
+        return None
+    return found[0], found[1], softcap
+
+
 def _scale(value: Any) -> float | None:
     """Return the softmax scale as a number. Raises TypeError for a value that is not a number."""
     if value is None or type(value) is float:
         return value
-    if isinstance(value, (str, bool)):
-        raise TypeError(f"softmax_scale is {value!r}: pass a number, or None for 1/sqrt(d_head)")
+    return _number("softmax_scale", value, "None for 1/sqrt(d_head)")
+
+
+def _number(name: str, value: Any, otherwise: str) -> float:
+    """Return an option as a number. Raises TypeError for a value that is not a number."""
     try:
-        return float(value)
+        if not isinstance(value, (str, bool)):
+            return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"softmax_scale is {value!r}: pass a number, or None for 1/sqrt(d_head)"
-        ) from None
+        pass
+    raise TypeError(f"{name} is {value!r}: pass a number, or {otherwise}")
 
 
 def _short_form(cfg: object) -> str:

@@ -399,3 +399,15 @@ def test_a_wrong_kernel_fails(wrong_kernel, dtype: torch.dtype) -> None:
     assert not measure_error(wrong_kernel(q, k, v), reference.expected["o"]).within(
         reference.bounds["o"]
     )
+
+
+def test_a_window_is_the_mask_of_pytorch() -> None:
+    problem = AttentionForward(1, 2, 6, len_k=9, window_left=3, window_right=2)
+    q, k, v = (draw_problem("normal", problem)[name].double() for name in "qkv")
+    seen = torch.zeros(6, 9, dtype=torch.bool)
+    for query in range(6):
+        seen[query, [*problem.visible_keys(query)]] = True
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    o = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen)
+    found = attention_reference(q, k, v, **problem.call_options()).expected["o"]
+    torch.testing.assert_close(found, o.transpose(1, 2))
