@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import index
@@ -128,6 +129,11 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
                 raise RuntimeError(f"{_NO_BACKWARD}; what is written into o or lse has no gradient")
             return _NoBackward.apply(redispatch, keys, *args)
         if keys.raw_repr() & _OTHER_KEYS:
+            if any(written) and keys.has(_KEYS.Negative):
+                raise ValueError(
+                    "a tensor is a negative view, whose memory holds the other sign, and o or lse "
+                    "is written: call .resolve_neg(), or leave o and lse out"
+                )
             return redispatch(keys, *args)
         return function(*args)  # dispatching would end here too, and takes time
 
@@ -160,7 +166,10 @@ def _config(cfg: str) -> type[AttentionForward]:
     """Return the problem class of a config's operation, which must be attention."""
     operation = resolve(cfg).family.operation
     if operation.problem is not AttentionForward:
-        raise ValueError(f"{cfg} computes {operation.name}, not {AttentionForward.operation}")
+        raise ValueError(
+            f"{cfg} computes {operation.name}, not {AttentionForward.operation}: call run(), or "
+            "choose a config of attention"
+        )
     return AttentionForward
 
 
@@ -509,8 +518,8 @@ def forward(
     kernel's PTX in the simulator (see `simulate`), which needs no GPU. For a large shape, stderr
     shows an estimate of the time and a progress bar. Tensors without elements are computed without
     a kernel, as by `attention`. There is no backward pass: differentiating through the result
-    raises RuntimeError,
-    and so do `o` and `lse` beside inputs that require grad, outside of torch.no_grad().
+    raises RuntimeError, and so do `o` and `lse` beside inputs that require grad, outside of
+    torch.no_grad().
 
     Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument;
     RuntimeError on a device that is neither the CPU nor CUDA of compute
@@ -747,6 +756,8 @@ def _number(name: str, value: Any, otherwise: str) -> float:
     try:
         if not isinstance(value, (str, bool)):
             return float(value)
+    except OverflowError:
+        return math.inf  # refused as that is
     except (TypeError, ValueError, RuntimeError):
         pass
     raise TypeError(f"{name} is {value!r}: pass a number, or {otherwise}")

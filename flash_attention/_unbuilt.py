@@ -9,7 +9,7 @@ import torch
 from flash_helpers.runtime.tensors import check_types
 
 # Values of an argument that change nothing, and the way out for all others.
-_UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+_UNBUILT: dict[str, tuple[tuple[float, ...], str]] = {
     "dropout_p": (
         (0.0,),
         "pass 0.0, or call torch.nn.functional.scaled_dot_product_attention, which has dropout",
@@ -19,8 +19,6 @@ _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
         "pass None, or call torch.nn.attention.flex_attention with the bias as its score_mod",
     ),
     "block_table": ((), "pass None, and k and v without pages"),
-    "window_size": (((-1, -1),), "pass (-1, -1), with which all keys are seen"),
-    "softcap": ((0.0,), "pass 0.0"),
     "qv": ((), "pass None, q with qv behind it and k with v behind it along d_head"),
     "q_descale": ((), "pass None, and q in fp16 or bf16"),
     "k_descale": ((), "pass None, and k in fp16 or bf16"),
@@ -43,9 +41,7 @@ def refuse_unbuilt(**values: Any) -> None:
         if not usual:
             if value is not None:
                 raise ValueError(f"{name} is not built: {way_out}")
-        elif name != "window_size" and (
-            isinstance(value, bool) or not isinstance(value, (int, float))
-        ):
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} is {value!r}: pass a number")
         elif value not in usual:
             raise ValueError(f"{name} {value} is not built: {way_out}")

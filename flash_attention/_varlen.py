@@ -6,7 +6,16 @@ from itertools import pairwise
 
 import torch
 
-from flash_attention._forward import _check_flag, _define, _scale, attention
+from flash_attention._forward import (
+    _ALL_KEYS,
+    _NO_SOFTCAP,
+    _WINDOWED,
+    _check_flag,
+    _define,
+    _options,
+    _scale,
+    attention,
+)
 from flash_helpers.runtime.tensors import check_types
 
 _AXES = ("total", "heads", "d_head")
@@ -22,6 +31,8 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     causal: bool = False,
+    window_size: tuple[int, int] = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +58,8 @@ def varlen_attention(
     _check_flag("causal", causal)
     _check_flag("return_lse", return_lse)
     longest = max_seqlen_q, max_seqlen_k
-    scale = _scale(softmax_scale)
-    o, lse = _varlen(q, k, v, *lengths.values(), *longest, causal, scale, return_lse)
+    options = *(_options(window_size, softcap, None) or (None, None, 0.0)), _scale(softmax_scale)
+    o, lse = _varlen(q, k, v, *lengths.values(), *longest, causal, *options, return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -61,16 +72,22 @@ def _compute(
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
     softmax_scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = _new_outputs(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse)
     queries = _sequences("q", q, cu_seqlens_q, max_seqlen_q)
     keys = _sequences("k", k, cu_seqlens_k, max_seqlen_k)
+    left, right = (-1 if bound is None else bound for bound in (window_left, window_right))
     for own, seen in zip(queries, keys, strict=True):
         found = attention(
             *(q[None, own], k[None, seen], v[None, seen]),
             causal=causal,
+            window_size=(left, right),
+            softcap=softcap,
             softmax_scale=softmax_scale,
             return_lse=return_lse,
         )
@@ -90,6 +107,9 @@ def _fake(
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
     softmax_scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,8 +194,8 @@ def _sequences(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: int) -
 
 _varlen = _define(
     "varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, float? softmax_scale, "
-    "bool return_lse) -> (Tensor, Tensor)",
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, {_WINDOWED}, bool return_lse) "
+    "-> (Tensor, Tensor)",
     _compute,
     _fake,
 )

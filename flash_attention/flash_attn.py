@@ -3,6 +3,8 @@
 Names, order, defaults and meaning of the arguments are FlashAttention-2's:
     softmax_scale: 1/sqrt(d_head) by default.
     causal: aligned to the bottom right: the last query sees the last key.
+    window_size: keys before and behind a query, aligned likewise, that it sees; -1 is no bound.
+    softcap: logits x become softcap · tanh(x / softcap); 0.0 leaves them.
     deterministic: changes nothing. The forward pass is deterministic, and there is no backward
         pass.
     return_attn_probs: returns (out, softmax_lse, None). FlashAttention has probabilities in place
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_attention._forward import _check_flag, attention
+from flash_attention._forward import _ALL_KEYS, _NO_SOFTCAP, _check_flag, attention
 from flash_attention._unbuilt import refuse_unbuilt, unpacked
 from flash_attention._varlen import varlen_attention
 
@@ -37,8 +39,8 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -48,13 +50,14 @@ def flash_attn_func(
     q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head).
     """
     refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    refuse_unbuilt(window_size=window_size, softcap=softcap)
     _check_flag("deterministic", deterministic)
     _check_flag("return_attn_probs", return_attn_probs)
     found = attention(
         *(q, k, v),
         causal=causal,
         softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
         return_lse=return_attn_probs,
     )
     return (*found, None) if isinstance(found, tuple) else found
@@ -66,8 +69,8 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -94,8 +97,8 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -128,8 +131,8 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -148,13 +151,14 @@ def flash_attn_varlen_func(
     Tensors on a CUDA device are refused: no kernel takes cu_seqlens yet.
     """
     refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    refuse_unbuilt(window_size=window_size, softcap=softcap)
     _check_flag("deterministic", deterministic)
     _check_flag("return_attn_probs", return_attn_probs)
     found = varlen_attention(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         causal=causal,
         softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
         return_lse=return_attn_probs,
     )
     return (*found, None) if isinstance(found, tuple) else found
@@ -170,8 +174,8 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -204,8 +208,8 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = _ALL_KEYS,
+    softcap: float = _NO_SOFTCAP,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from flash_attention import flash_attn
-from flash_attention._forward import _check_flag
+from flash_attention._forward import _ALL_KEYS, _NO_SOFTCAP, _check_flag
 from flash_attention._unbuilt import refuse_unbuilt, unpacked
 from flash_attention.flash_attn import Window
 from flash_helpers.runtime.tensors import check_types
@@ -32,9 +32,9 @@ def flash_attn_func(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
+    window_size: Window = _ALL_KEYS,
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = _NO_SOFTCAP,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -69,9 +69,9 @@ def flash_attn_qkvpacked_func(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
+    window_size: Window = _ALL_KEYS,
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = _NO_SOFTCAP,
     deterministic: bool = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
@@ -118,9 +118,9 @@ def flash_attn_varlen_func(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
+    window_size: Window = _ALL_KEYS,
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = _NO_SOFTCAP,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,

@@ -360,6 +360,24 @@ def test_a_negative_view_has_the_sign_that_it_shows(function):
     assert torch.equal(function(view), function(-q))
 
 
+@pytest.mark.parametrize("name", ["q", "o", "lse"])
+def test_a_negative_view_beside_a_given_output_is_refused(ran, name):
+    given = {x: empty(*SMALL.shape) for x in "qkvo"} | {"lse": torch.empty(1, 1, 128)}
+    given[name] = torch._neg_view(given[name])
+    with pytest.raises(ValueError, match=r"a negative view, .*call \.resolve_neg\(\), or leave"):
+        flash_attention.forward(CONFIG, **given)
+    if name == "q":
+        with pytest.raises(ValueError, match="a negative view"):
+            flash_attention.forward(CONFIG, **{**given, "lse": None})
+    assert ran == []
+
+
+def test_a_scale_that_no_float_holds_is_refused_as_infinite(ran):
+    q = empty(*SMALL.shape)
+    with pytest.raises(ValueError, match="softmax_scale inf"):
+        flash_attention.attention(q, q, q, softmax_scale=10**400)
+
+
 def test_autograd_sees_that_a_saved_tensor_was_overwritten(ran):
     o = empty(*SMALL.shape)
     weight = torch.ones(SMALL.shape, requires_grad=True)

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -107,7 +107,8 @@ def is_view(x: torch.Tensor, of: torch.Tensor) -> bool:
 class TestPacked:
     """Packed functions pass views of the tensors, and all options, to those of three tensors."""
 
-    OPTIONS = (0.0, 0.3, True, (-1, -1), 0.0, None, True, True)
+    OPTIONS = (0.0, 0.3, True, (2, -1), 5.0, None, True, True)
+    PASSED: ClassVar = {"causal": True, "softmax_scale": 0.3, "window_size": (2, -1), "softcap": 5}
 
     def test_keys_and_values(self, asked):
         q, kv = ones(2, 4, 6, 128), torch.randn(2, 7, 2, 3, 128)
@@ -118,19 +119,19 @@ class TestPacked:
             _, k, v = found.tensors[:3]
             assert is_view(k, kv) and is_view(v, kv) and found.lse
             assert torch.equal(torch.stack((k, v), -3), packed)
-            assert found.options == {"causal": True, "softmax_scale": 0.3}
+            assert found.options == self.PASSED
         assert asked[1].tensors[3:] == lengths
 
     def test_queries_keys_and_values(self, asked):
         qkv, begins = torch.randn(2, 4, 3, 6, 128), cumulative(3, 5)
         assert flash_attn.flash_attn_qkvpacked_func(qkv, *self.OPTIONS) == ("o", "lse", None)
-        total = qkv.flatten(0, 1)
+        total, options = qkv.flatten(0, 1), {"window_size": (2, -1), "softcap": 5}
         flash_attn.flash_attn_varlen_qkvpacked_func(total, begins, 5, *self.OPTIONS)
-        assert flash_attn_3.flash_attn_qkvpacked_func(qkv, 0.3, True) == "o"
+        assert flash_attn_3.flash_attn_qkvpacked_func(qkv, 0.3, True, **options) == "o"
         for found, packed in zip(asked, (qkv, total, qkv), strict=True):
             assert all(is_view(x, qkv) for x in found.tensors[:3])
             assert torch.equal(torch.stack(found.tensors[:3], -3), packed)
-            assert found.options == {"causal": True, "softmax_scale": 0.3}
+            assert found.options == self.PASSED
         assert asked[1].tensors[3:] == (begins, begins, 5, 5)
         assert [found.lse for found in asked] == [True, True, False]
 
@@ -317,7 +318,7 @@ class TestTracing:
     def test_the_operator_is_what_torch_expects_of_one(self, zeros):
         q, begins = ones(5, 2, 128), cumulative(2, 3)
         for return_lse in (False, True):
-            given = q, q, q, begins, begins, 9, 9, True, None, return_lse
+            given = q, q, q, begins, begins, 9, 9, True, 3, None, 0.0, None, return_lse
             torch.library.opcheck(torch.ops.flash_attention.varlen.default, given)
 
     def test_functions_of_one_length_are_the_operator_of_attention(self, zeros):
@@ -400,6 +401,13 @@ class TestLengths:
             *(q, q, q, none, none, 0, 0), return_attn_probs=True
         )
         assert (o.shape, lse.shape, zeros) == ((0, 2, 128), (2, 0), [])
+
+    def test_with_options_that_are_wrong(self, zeros):
+        self.refused(TypeError, "window_size is 5: pass two whole numbers", window_size=5)
+        self.refused(ValueError, r"window_size is \(-2, 3\)", window_size=(-2, 3))
+        self.refused(ValueError, "softcap -1: softcap must be from", softcap=-1.0)
+        self.refused(TypeError, "softmax_scale is '1': pass a number", softmax_scale="1")
+        assert zeros == []
 
     @pytest.mark.parametrize("function", [varlen, torch.compile(varlen, backend="aot_eager")])
     def test_on_a_cuda_device_are_refused_without_reading_them(self, function):

@@ -82,6 +82,11 @@ class TestForward:
         ("cfg", "error", "message"),
         [
             (7, TypeError, "cfg is a int"),
+            (
+                "s3_bf16_w8_c4",
+                ValueError,
+                r"s3_bf16_w8_c4 computes rows, .*: call run\(\), or choo",
+            ),
             ("v7", ValueError, "'v7' is not a config's short form"),
             ("v7_bf16_d128_Br64_Bc48_w4", ValueError, "'v7_bf16_d128_Br64_Bc48_w4'"),
         ],
