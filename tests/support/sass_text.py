@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from tiers import stands_for_its_step
+from tiers import is_of_first_tier, stands_for_its_step
 
 from flash_helpers.kernel_configs import (
     Config,
@@ -35,7 +35,12 @@ from flash_helpers.sass.read.records import (
 # What the installed library holds machine code of every portable family for, and one of these.
 ARCHITECTURES = tuple(name for name in library.architectures() if re.fullmatch(r"sm_\d+", name))
 DEFAULT = ARCHITECTURE
-PROGRESSION = [config for config in get_kernel_progression_configs() if config.family.is_portable]
+# Every step once, and what leads in all dtypes: as much as the first tier simulates.
+PROGRESSION = [
+    config
+    for config in get_kernel_progression_configs()
+    if config.family.is_portable and is_of_first_tier(config, once=True)
+]
 WITH_TENSOR = [config for config in PROGRESSION if config.family.operation is ATTENTION]
 WITHOUT_TENSOR = [config for config in PROGRESSION if config not in WITH_TENSOR]
 
@@ -152,7 +157,7 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
 
 @functools.lru_cache
 def progression_kernels(architecture: str) -> dict[FlashForwardKernelConfig, Kernel]:
-    """The kernels of the progression in the installed library."""
+    """The kernels of PROGRESSION."""
     return own_kernels(architecture, PROGRESSION)
 
 
@@ -165,7 +170,8 @@ def kernels_of_all_steps(architecture: str) -> dict[Config, Kernel]:
 
 def of_version(number: int, dtype: Element = Element.BF16) -> FlashForwardKernelConfig:
     """A config of the progression."""
-    return next(c for c in PROGRESSION if (c.version, c.dtype) == (number, dtype))
+    every = get_kernel_progression_configs()
+    return next(c for c in every if (c.version, c.dtype) == (number, dtype))
 
 
 def loops_as_addresses(found: Sequence[Operation]) -> list[tuple[int, set[int], int]]:
