@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
@@ -56,6 +56,9 @@ from flash_helpers.ptx.run.watch.poison import Memory, Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 from flash_helpers.ptx.run.watch.written import GlobalWrites
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
+
+if TYPE_CHECKING:
+    from flash_helpers.ptx.run.instructions.forms import Form
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray"]
@@ -288,6 +291,9 @@ class Machine:
         """Waits by the index of the instruction, set while it is bound."""
         self._registers = self._allocate_registers()
         self._specials: dict[str, np.ndarray] = {}
+        self._views: dict[tuple[str, str], np.ndarray] = {}
+        self.forms: dict[tuple[str, int], Form] = {}
+        """By opcode and number of operands, the form of an instruction."""
         self.carry = np.zeros(self.lanes, np.uint32)
         self.issue_clock = 0
 
@@ -354,9 +360,12 @@ class Machine:
 
     def register(self, operand: Operand) -> np.ndarray:
         """The bits of a register, one element per lane."""
+        return self._registers[self._register(operand).name]
+
+    def _register(self, operand: Operand) -> Register:
         if not isinstance(operand, Register):
             raise self.unsupported("a register is expected")
-        return self._registers[operand.name]
+        return operand
 
     def width(self, operand: Operand) -> int:
         """Bits of a register; 0 of any other operand."""
@@ -370,7 +379,7 @@ class Machine:
         if isinstance(operand, Register):
             if operand.negated and type_name != "pred":
                 raise self.unsupported("only a predicate has a complement")
-            return self._typed(self._registers[operand.name], type_name)
+            return self._view(operand, type_name)
         if isinstance(operand, Special):
             return self._typed(self.special(operand.name), type_name)
         if type_name == B128 or not isinstance(operand, Immediate | Symbol):
@@ -379,6 +388,14 @@ class Machine:
         if isinstance(operand, Immediate):
             return self.immediate(operand, SCALAR_TYPES[type_name])
         return np.array([self.symbol(operand) & _ADDRESS], np.uint64).astype(dtype_of(type_name))
+
+    def _view(self, register: Register, type_name: str) -> np.ndarray:
+        """A register as an array of a type."""
+        key = register.name, type_name
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = self._typed(self._registers[register.name], type_name)
+        return found
 
     def _typed(self, array: np.ndarray, type_name: str) -> np.ndarray:
         if type_name == B128 or array.ndim == 2:
@@ -430,10 +447,11 @@ class Machine:
         if isinstance(operand, Sink):
             shape = (self.lanes, 2) if type_name == B128 else self.lanes
             return np.empty(shape, dtype_of(type_name))
-        array = self.register(operand)
+        register = self._register(operand)
+        array = self._registers[register.name]
         dtype = dtype_of(type_name)
         if bool in (array.dtype, dtype) or array.dtype.itemsize <= dtype.itemsize:
-            return self._typed(array, type_name)
+            return self._view(register, type_name)
         if dtype.kind == "f":
             raise self.unsupported(
                 f"a register of {8 * array.dtype.itemsize} bits for a result of {type_name}"

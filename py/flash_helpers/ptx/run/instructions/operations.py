@@ -181,7 +181,11 @@ def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
 
 
 def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
-    built = find_form(machine, instruction, FORMS).build(machine, instruction)
+    # The same few opcodes come in thousands of instructions.
+    key = instruction.opcode, len(instruction.operands)
+    if key not in machine.forms:
+        machine.forms[key] = find_form(machine, instruction, FORMS)
+    built = machine.forms[key].build(machine, instruction)
     action = machine.bind_alu(built) if isinstance(built, Alu) else built
     members = warps.member_mask(machine, instruction)
     if members is not None:
