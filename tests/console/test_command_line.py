@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -107,13 +108,20 @@ class TestOutputs:
         ("tool", "option"), [(tool, option) for tool in OUTPUTS for option in OUTPUTS[tool]]
     )
     def test_that_cannot_be_written_are_refused_before_the_work(
-        self, tool, option, root, tmp_path
+        self, tool, option, root, tmp_path, monkeypatch, capfd
     ) -> None:
-        program = [] if tool.endswith(".sh") else [sys.executable]
-        command = [*program, str(root / tool), option, "no/such folder/output"]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr.endswith(
+        monkeypatch.chdir(tmp_path)
+        arguments = [option, "no/such folder/output"]
+        if tool.endswith(".sh"):
+            status = subprocess.run([root / tool, *arguments]).returncode
+        else:
+            monkeypatch.syspath_prepend((root / tool).parent)
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(root / tool))["main"](arguments)
+            status = ended.value.code
+        said = capfd.readouterr()
+        assert (status, said.out) == (2, "")
+        assert said.err.endswith(
             ": no/such folder/output cannot be written, there is no folder no/such folder: make it "
             "with mkdir -p 'no/such folder'\n"
         )
