@@ -13,6 +13,7 @@ import torch
 from matrix_digest import RECORD, family_digest
 from matrix_runs import OPTION, MatrixRuns
 from simulated_work import SimulatedWork
+from warm_python import warm_python
 
 from flash_helpers.compile.cache import FOLDER_VARIABLE as COMPILED_VARIABLE
 from flash_helpers.kernel_configs import FAMILIES
@@ -147,6 +148,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Itera
             folder = os.environ.get(variable) or str(shared / variable.lower())
             patch.setitem(os.environ, variable, folder)
         yield Path(os.environ[FOLDER_VARIABLE])
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A program `python` whose programs do not wait for torch."""
+    with warm_python(tmp_path_factory.mktemp("warm")) as program:
+        yield program
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def run(root: Path, commands: str, status: int = 0) -> str:
     """
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     environment |= {
-        "PATH": f"{NO_NVCC}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{NO_NVCC}:{os.environ['PATH']}",
         "PYTHONPATH": f"{root / 'py'}:{root}",
         "PYTEST_ADDOPTS": "-n 0",
         "COLUMNS": "100",
@@ -110,6 +110,14 @@ def run(root: Path, commands: str, status: int = 0) -> str:
     )
     assert result.returncode == status, f"{commands}\n{result.stdout[-3000:]}"
     return result.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python(warm: Path) -> Iterator[None]:
+    """What the page's commands call so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{warm.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+        yield
 
 
 def walked(copy: Path, heading: str) -> Walk:

@@ -7,8 +7,8 @@ import math
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,10 +262,10 @@ class TestAllOutputsAreCompared:
 # The command line
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_a_reader_that_has_seen_enough_is_no_error(warm) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, ROOT / "tools/debug/sanity_check.py", "--small", "--kernel", "s1"]
+    command = [warm, ROOT / "tools/debug/sanity_check.py", "--small", "--kernel", "s1"]
     try:
         found = subprocess.run(
             [*command, "--device", "cpu"], stdout=writing, stderr=subprocess.PIPE, text=True
@@ -342,9 +342,9 @@ def test_an_unknown_option_exits_with_2(capsys) -> None:
     assert exit_info.value.code == 2
 
 
-def run_without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_without_gpu(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, TOOL, *arguments],
+        [python, TOOL, *arguments],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -353,16 +353,16 @@ def run_without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_a_gpu_the_kernels_are_simulated_and_the_output_says_so() -> None:
-    result = run_without_gpu("--small", "--seq", "64", "--kernel", "1", "--dtype", "fp16")
+def test_without_a_gpu_the_kernels_are_simulated_and_the_output_says_so(warm) -> None:
+    result = run_without_gpu(warm, "--small", "--seq", "64", "--kernel", "1", "--dtype", "fp16")
     assert result.returncode == 0, result.stderr
     _, first, *_, last = result.stdout.splitlines()
     assert first.endswith("simulated PTX on the CPU")
     assert last == "1 passed, 0 failed"
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_refused_in_one_line() -> None:
-    result = run_without_gpu("--small", "--device", "cuda")
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused_in_one_line(warm) -> None:
+    result = run_without_gpu(warm, "--small", "--device", "cuda")
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == "the kernels were not run: no CUDA device was found\n"
