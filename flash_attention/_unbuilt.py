@@ -1,4 +1,4 @@
-"""What FlashAttention's functions take and nothing here computes; and their packed tensors."""
+"""Arguments of FlashAttention's functions that nothing here computes; and their packed tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FlashAttention-3's functions: `from flash_attention.flash_attn_3 import flash_attn_func`.
 
 Names, order, defaults and meaning of the arguments are those of FlashAttention-3's
-`flash_attn_interface`. What differs from `flash_attention.flash_attn`: with return_attn_probs they
-return (out, softmax_lse), and there is neither dropout_p nor alibi_slopes.
+`flash_attn_interface`. Unlike those of `flash_attention.flash_attn` they return (out, softmax_lse)
+with return_attn_probs, and have neither dropout_p nor alibi_slopes.
     pack_gqa: changes nothing: it chooses among FlashAttention's kernels, whose results are equal.
     num_splits: 1, or 0, with which FlashAttention chooses.
     qv, q_descale, k_descale, v_descale, seqused_q, seqused_k, attention_chunk, sm_margin: refused,
