@@ -14,6 +14,7 @@ struct OverlapKernelConfig {
     int B_c; // keys of one step of its main loop
     int n_warps;
     int static_row_stride; // in elements; 0 = read from the arguments
+    bool lse; // adds up P in fp32 for an LSE
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
@@ -24,11 +25,14 @@ struct OverlapKernelConfig {
     friend auto operator<=>(const OverlapKernelConfig &, const OverlapKernelConfig &) = default;
 };
 
-// Q and O have the shape (batch, len_q, heads, d_head), K and V (batch, len_k, heads, d_head). The
-// grid is (tiles of queries, heads, batch). o1 to o5 take whole blocks, and len_q is len_k.
+// Q and O have the shape (batch, len_q, heads, d_head), K and V (batch, len_k, heads /
+// heads_per_kv, d_head). The grid is (tiles of queries, heads, batch). o1 to o5 take whole blocks,
+// and len_q is len_k; o1 to o6 have as many heads of K and V as of Q.
 struct OverlapKernelArgs {
     const void *Q, *K, *V;
     void *O;
     TensorStrides Q_strides, K_strides, V_strides, O_strides;
-    int len_k, len_q;
+    int len_k, len_q, heads_per_kv;
+    float scale; // log2(e) · softmax_scale
+    float *lse; // (batch, heads, len_q), or null
 };

@@ -29,6 +29,13 @@ __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
     return threadIdx.x / kThreadsPerRow * row_stride + threadIdx.x % kThreadsPerRow * kChunk;
 }
 
+// The first row of the batch and head of K or V that this block's head of Q uses.
+__device__ __forceinline__ const Element *
+kv_head_gmem(const void *tensor, const TensorStrides &strides, int heads_per_kv) {
+    return static_cast<const Element *>(tensor) + blockIdx.z * strides.batch +
+           blockIdx.y / heads_per_kv * strides.head;
+}
+
 // The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
 // mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
 // The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers

@@ -51,6 +51,7 @@ PIECES = "pieces"  # tiles lie in shared memory in pieces of PIECE columns
 LAZY_RESCALE = "lazy_rescale"  # m, l and O only follow a row's maximum that grows by MAX_GROWTH
 MMA_ROW_SUM = "mma_row_sum"  # l is P @ 1: the tensor cores add up the rows of P
 TWO_BUFFERS = "two_buffers"  # each for K and V in shared memory
+CALL_OPTIONS = "call_options"  # softmax_scale and grouped heads come with the call
 RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 
 RUNS_PER_TILE = 8  # loops inside the pass over a tile of K and V are unrolled: once is enough
@@ -205,6 +206,13 @@ class MmaSyncConfig(Config):
         most = gpu.MAX_GRID[2]
         (kernel,) = self.runs_as(strides).kernels.values()
         (layout,) = self.family.kernels.values()
+        pointers = {name.upper(): name for name in "qkvo"}
+        pointers |= {"lse": "lse"} if problem.return_lse else {}
+        batch_bytes = {
+            tensor.name: strides[tensor.name][0] * tensor.element.bytes
+            for tensor in problem.tensors
+            if tensor.name in pointers.values()
+        }
         return Call(
             tuple(
                 Launch(
@@ -219,12 +227,8 @@ class MmaSyncConfig(Config):
                     layout=layout,
                     values=values,
                     addresses=tuple(
-                        Address(
-                            layout.offset(name.upper()),
-                            name,
-                            first * strides[name][0] * ELEMENT_BYTES,
-                        )
-                        for name in "qkvo"
+                        Address(layout.offset(member), name, first * batch_bytes[name])
+                        for member, name in pointers.items()
                     ),
                 )
                 for first in starts(problem.batch, most)

@@ -4,19 +4,28 @@ with `mma.sync`. Standard library only.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problem import AttentionForward
-from flash_helpers.registry.call import INT, POINTER, STRIDES, StructLayout
-from flash_helpers.registry.config import element, number
+from flash_helpers.operations.attention_forward.supports import (
+    GROUPED_HEADS,
+    RETURN_LSE,
+    SOFTMAX_SCALE,
+    AttentionSupports,
+)
+from flash_helpers.registry.call import FLOAT, INT, POINTER, STRIDES, StructLayout
+from flash_helpers.registry.config import element, flag, number
 from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
+    CALL_OPTIONS,
     DTYPES,
     KEYS_BACKWARDS,
     LAZY_RESCALE,
@@ -30,13 +39,17 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element
 
+FLAGS = ("lse",)  # of a config, for which kernels are compiled
+
 ARGUMENTS = StructLayout(
     "OverlapKernelArgs",
     MappingProxyType(
         {
             **dict.fromkeys("QKVO", POINTER),
             **{f"{name}_strides": STRIDES for name in "QKVO"},
-            **dict.fromkeys(("len_k", "len_q"), INT),
+            **dict.fromkeys(("len_k", "len_q", "heads_per_kv"), INT),
+            "scale": FLOAT,
+            "lse": POINTER,
         }
     ),
 )
@@ -47,7 +60,8 @@ class OverlapKernelConfig(MmaSyncConfig):
     """One kernel of the overlap family.
 
     `B_r`, `B_c`: rows of a Q tile and of a K or V tile. `d_head`, `static_row_stride`: elements.
-    `static_row_stride`: distance of two rows of the sequence; 0 is read at run time.
+    `static_row_stride`: distance of two rows of the sequence; 0 is read at run time. `lse`: the
+    kernel can store an LSE, for which it adds up P before it is rounded.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -61,15 +75,37 @@ class OverlapKernelConfig(MmaSyncConfig):
     B_c: int = number("Bc", "keys of one step of its main loop")
     n_warps: int = number("w")
     static_row_stride: int = number("rs", "in elements; 0 = read from the arguments", default=0)
+    lse: bool = flag("lse", "adds up P in fp32 for an LSE", default=False)
 
     @property
     def family(self) -> Family[Any]:
         """The overlap family."""
         return OVERLAP
 
+    def variants(self) -> tuple[OverlapKernelConfig, ...]:
+        """Return the config, and those with other flags that its step has, the most alike first."""
+        flags = [name for name in FLAGS if name in self.step.tunable]
+        values = [(getattr(self, name), not getattr(self, name)) for name in flags]
+        found = [dict(zip(flags, some, strict=True)) for some in itertools.product(*values)]
+        found.sort(key=lambda some: sum(getattr(self, n) != value for n, value in some.items()))
+        return tuple(self.replace(**some) for some in found)
+
+    @property
+    def supports(self) -> AttentionSupports:
+        """As those of the base; flags of the config add to them."""
+        found = {SOFTMAX_SCALE, GROUPED_HEADS} if CALL_OPTIONS in self.step.traits else set()
+        found |= {RETURN_LSE} if self.lse else set()
+        base = super().supports
+        return replace(base, abilities=base.abilities | found)
+
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return the lengths."""
-        return {"len_k": (problem.len_k,), "len_q": (problem.len_q,)}
+        """Return the lengths, the sharing of heads and the scale."""
+        return {
+            "len_k": (problem.len_k,),
+            "len_q": (problem.len_q,),
+            "heads_per_kv": (problem.heads // problem.kv_heads,),
+            "scale": (problem.softmax_scale * math.log2(math.e),),
+        }
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
@@ -79,6 +115,7 @@ _BASE: Mapping[str, Any] = MappingProxyType(
         "B_c": 64,
         "n_warps": 4,
         "static_row_stride": PROGRESSION_ROW_STRIDE,
+        "lse": False,
     }
 )
 
@@ -156,6 +193,13 @@ OVERLAP = Family(
             sets={"static_row_stride": 0},
             opens={"static_row_stride": (0,)},
             traits=frozenset({RAGGED}),
+        ),
+        StepEntry(
+            "call_options",
+            "scale and grouped heads come with the call, an LSE with a kernel of its own",
+            _file(7),
+            opens={"lse": (False,)},
+            traits=frozenset({CALL_OPTIONS}),
         ),
     ),
     targets=TARGETS,

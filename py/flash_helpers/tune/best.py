@@ -85,7 +85,7 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
       1. winners of the step's sweeps for such problems, the fastest for this problem first
          (`BestConfig.for_problem`);
       2. the step's fixed config;
-      3. variants of both (`Config.variants`).
+      3. variants of both (`Config.variants`), listed or not: what the library lacks is compiled.
     If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 
     Raises ValueError, with the nearest supported problem, if no config supports it. Raises
@@ -119,14 +119,14 @@ def _candidates(problem: Problem, gpu: Device | None) -> tuple[Config, ...]:
         if fixed in listed:
             every = [fixed]
             made_for = variant_for(fixed, problem)
-            if gpu and made_for in listed and not made_for.supports.lacking(problem):
+            if gpu and not made_for.supports.lacking(problem):
                 options = made_for.supports.options
                 swept = _last_swept(step, problem.dtype, gpu, options)
                 in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
                 best = _winners(swept, problem.dtype, gpu, options, in_order)
                 every = [*(_succeeded(c, swept, step) for c in best), fixed]
-            variants = (variant for config in every for variant in config.variants())
-            found |= dict.fromkeys(config for config in variants if config in listed)
+            known = (config for config in every if config in listed)
+            found |= dict.fromkeys(v for config in known for v in config.variants())
     if not found:
         raise RuntimeError(
             f"there is no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short}: "

@@ -201,6 +201,10 @@ FAULTS = {
     "o6: keys past the end count": Fault(
         "o6", BF16, MAIN_LOOP, r"setp\.le\.s32", swap("le", "ge"), nth(0), quantity="l",
     ),
+    "o7: the scale is not the call's": Fault(
+        "o7", BF16, PROLOGUE, r"ld\.param\.f32",
+        swap(r"ld\.param(\.f32\s+%f\d+), .*;", r"mov\1, 0f3F800000;"), quantity="m",
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",

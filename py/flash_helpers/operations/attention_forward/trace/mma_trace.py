@@ -95,7 +95,7 @@ def _plan(config: MmaSyncConfig, kernel: Kernel) -> _Plan:
             f"takes {len(products)}: only a main loop that is wholly unrolled can be traced"
         )
     maxima = _lazy_maxima if LAZY_RESCALE in config.step.traits else _row_maxima
-    row_maxima, sums = maxima(flow, instructions), flow.row_sums()
+    row_maxima, sums = maxima(flow, instructions), [] if by_mma else flow.row_sums()
     n_halves = 2 * config.row_tiles
     for name, found, wanted in (
         ("row maxima", row_maxima, n_halves * n_copies),
