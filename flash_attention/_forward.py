@@ -685,9 +685,9 @@ def simulate(
     Raises the errors of `forward`, and ValueError for tensors that are not on the CPU or that no
     kernel runs on, since they are empty.
     """
-    outputs = {name: x for name, x in (("o", o), ("lse", lse)) if x is not None}
-    check_types({"q": q, "k": k, "v": v, **outputs})
-    _refuse_derivatives("simulate", q, k, v)
+    others = {"o": o, "lse": lse, "sinks": sinks}
+    check_types({"q": q, "k": k, "v": v, **{n: x for n, x in others.items() if x is not None}})
+    _refuse_derivatives("simulate", q, k, v, sinks)
     _check_flag("keep_going", keep_going)
     softmax_scale = _scale(softmax_scale)
     if q.device.type != "cpu":

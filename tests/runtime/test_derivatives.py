@@ -45,7 +45,6 @@ def ran(monkeypatch) -> list[None]:
     monkeypatch.setattr(call.ReadyCall, "simulate", run)
     monkeypatch.setattr(_forward, "_choose", lambda *_: CONFIG)
     monkeypatch.setattr(call, "_plans", {})  # other tests do not find plans of this choice
-    torch._dynamo.reset()
     return found
 
 
@@ -72,11 +71,26 @@ OPERATORS: dict[str, Function] = {
     "forward into lse": written_lse,
     "varlen": varlen,
     "no keys": lambda q: flash_attention.attention(q, q[:, :0], q[:, :0]),
+    "no keys in a window": lambda q: flash_attention.attention(
+        *(q, q[:, :0], q[:, :0]), window_size=(1, 1), softcap=2.0
+    ),
+    "sinks of no keys": lambda q: flash_attention.attention(
+        *(ones(), ones()[:, :0], ones()[:, :0]), sinks=q[0, 0, 0, :1], return_lse=True
+    )[1],
+    "forward with sinks": lambda q: flash_attention.forward(
+        *(CONFIG, ones(), ones()[:, :0], ones()[:, :0]), sinks=q[0, 0, 0, :1]
+    ),
+    "forward with sinks into o": lambda q: flash_attention.forward(
+        *(CONFIG, ones(), ones()[:, :0], ones()[:, :0], ones()), sinks=q[0, 0, 0, :1]
+    ),
 }
 OTHERS: dict[str, Function] = {
     "run": lambda q: flash_attention.run(CONFIG, q, q, q)["o"],
     "run into o": lambda q: flash_attention.run(CONFIG, q, q, q, ones())["o"],
     "simulate": lambda q: flash_attention.simulate(CONFIG, q, q, q)[0],
+    "simulate with sinks": lambda q: flash_attention.simulate(
+        *(CONFIG, ones(), ones()[:, :0], ones()[:, :0]), sinks=q[0, 0, 0, :1]
+    )[0],
 }
 
 
@@ -207,6 +221,7 @@ TRACED: dict[str, Callable[[Function], Any]] = {
 @pytest.mark.parametrize("way", TRACED)
 @pytest.mark.parametrize("function", ["lse", "forward", "forward into o"])
 def test_a_derivative_of_traced_code_is_refused(function, way):
+    torch._dynamo.reset()
     with pytest.raises(Exception, match=IN_WORDS):
         TRACED[way](OPERATORS[function])
 
