@@ -50,7 +50,8 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.hopper import ARGUMENTS as ARGUMENTS_OF_HOPPER
-from flash_helpers.registry.hopper import HOPPER, LONG_TILE, NEXT_TILE
+from flash_helpers.registry.hopper import HOPPER, LONG_TILE
+from flash_helpers.registry.wgmma import NEXT_TILE
 
 V16 = AMPERE.progression()[-1]
 H100 = largest_device(90)

@@ -50,7 +50,7 @@ def built(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(best, "_candidates", lambda *_: (general(BEFORE), *CONFIGS[:2]))
     monkeypatch.setattr(call, "_plans", {})
     # no loop is unrolled
-    monkeypatch.setattr("flash_helpers.registry.hopper._RUNS_PER_REPLAYED_TILE", 2000)
+    monkeypatch.setattr("flash_helpers.registry.wgmma._RUNS_PER_REPLAYED_TILE", 2000)
     # a block of a few takes several tiles
     monkeypatch.setattr(tensors, "largest_device", lambda _: on_sms(3))
 

@@ -35,7 +35,8 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.registry.ampere import AMPERE
-from flash_helpers.registry.hopper import HOPPER, NEXT_TILE
+from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.wgmma import NEXT_TILE
 from flash_helpers.runtime import call, library
 
 NO_SUCH_DEVICE = 9999

@@ -12,15 +12,14 @@ from typing import Any
 
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.registry.family import Family, Step, StepEntry
-from flash_helpers.registry.hopper import (
+from flash_helpers.registry.hopper import HOPPER, HopperKernelConfig
+from flash_helpers.registry.wgmma import (
     CALL_OPTIONS,
     DYNAMIC,
     HEAD_PAIRS,
-    HOPPER,
     OWN_KEYS,
     RAGGED,
     SHARED_LOADS,
-    HopperKernelConfig,
 )
 
 _PTX = Path(__file__).parents[1] / "runtime/kernels/plain_attention.ptx"

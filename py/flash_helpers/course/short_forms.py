@@ -30,8 +30,8 @@ _MEANINGS: Mapping[str, str] = {
     "mma_double_buffer_loads": "fragments of K and V are [double-buffered](#double-buffer)",
     "optimized_softmax": "the [scale is folded](#folded-scale) into one FFMA",
     "static_row_stride": "[static stride](#static-stride), in elements",
-    "K_slots": "of family hopper: [tiles](#tile) of K in shared memory, a [ring](#ring)",
-    "V_slots": "of family hopper: the same for V",
+    "K_slots": "on [wgmma](#wgmma): [tiles](#tile) of K in shared memory, a [ring](#ring)",
+    "V_slots": "the same for V, on wgmma",
     "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
     "causal": "a causal mask, aligned to the bottom right: the last query sees all keys",
 }

@@ -18,16 +18,14 @@ from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.operations.attention_forward.trace.blockwise import rows_that_fit
 from flash_helpers.operations.attention_forward.trace.compare import Comparison, compare
 from flash_helpers.operations.attention_forward.trace.recorder import UntraceableKernel
-from flash_helpers.registry.hopper import (
-    HOPPER,
+from flash_helpers.registry.hopper import HOPPER, HopperKernelConfig, tuned_configs
+from flash_helpers.registry.wgmma import (
     MAX_L,
     MAX_RAISE,
     MAX_SUM,
     NO_MAXIMUM,
     REPLAYS,
     UNCHECKED,
-    HopperKernelConfig,
-    tuned_configs,
 )
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel

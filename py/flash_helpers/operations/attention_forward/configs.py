@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flash_helpers.registry.hopper import HopperKernelConfig
 from flash_helpers.registry.mma_sync import MmaSyncConfig
+from flash_helpers.registry.wgmma import WgmmaConfig
 
 # Each has tiles of B_r queries and of B_c keys, and AttentionSupports.
-AttentionConfig = MmaSyncConfig | HopperKernelConfig
+AttentionConfig = MmaSyncConfig | WgmmaConfig

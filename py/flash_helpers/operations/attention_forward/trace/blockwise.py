@@ -25,7 +25,13 @@ import torch
 
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward.configs import AttentionConfig
-from flash_helpers.registry.hopper import (
+from flash_helpers.registry.mma_sync import (
+    LAZY_RESCALE,
+    MAX_GROWTH,
+    MMA_K,
+    MMA_ROW_SUM,
+)
+from flash_helpers.registry.wgmma import (
     MAX_L,
     MAX_RAISE,
     MAX_SUM,
@@ -34,13 +40,7 @@ from flash_helpers.registry.hopper import (
     UNCHECKED,
     WARP_ROWS,
     WGMMA_M,
-    HopperKernelConfig,
-)
-from flash_helpers.registry.mma_sync import (
-    LAZY_RESCALE,
-    MAX_GROWTH,
-    MMA_K,
-    MMA_ROW_SUM,
+    WgmmaConfig,
 )
 from flash_helpers.runtime.tensors import posed_problem
 
@@ -65,7 +65,7 @@ class BlockStep:
     `S`: (..., B_r, B_c), the scores Q @ K^T before any scaling.
     `m`: (..., B_r, lanes), the maximum of each row so far. It is the maximum of the scaled scores
         if the kernel scales first, of S itself if it folds the scale into the exponent
-        (`folds_scale`), and of S · scale · log2(e) in a lazy step and in family hopper. The m of a
+        (`folds_scale`), and of S · scale · log2(e) in a lazy step and on `wgmma`. The m of a
         lazy step may lag behind the maximum. Where m is that of the first block, the exponents of
         this block use it: P, l and O are relative to it, or to the value to which it is raised
         afterwards.
@@ -101,13 +101,13 @@ def _exp2(x: torch.Tensor) -> torch.Tensor:
 
 def _is_exponent(config: Config) -> bool:
     """Whether m is a maximum of S · scale · log2(e)."""
-    return LAZY_RESCALE in config.step.traits or isinstance(config, HopperKernelConfig)
+    return LAZY_RESCALE in config.step.traits or isinstance(config, WgmmaConfig)
 
 
 def _in_any_row(config: Config, is_so: torch.Tensor) -> torch.Tensor:
     """Rows of warps in which a condition holds for any row, for kernels whose warps decide for all
     of their rows. `is_so`: (..., B_r, 1)."""
-    if not isinstance(config, HopperKernelConfig):
+    if not isinstance(config, WgmmaConfig):
         return is_so
     of_warps = is_so.unflatten(-2, (-1, WARP_ROWS))
     return of_warps.any(-2, keepdim=True).expand_as(of_warps).flatten(-3, -2)

@@ -24,8 +24,8 @@ from flash_helpers.operations.attention_forward.trace.blockwise import (
 )
 from flash_helpers.operations.attention_forward.trace.traced import trace_forward
 from flash_helpers.ptx import Lint, SimulatorError
-from flash_helpers.registry.hopper import REPLAYS
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_ROW_SUM
+from flash_helpers.registry.wgmma import REPLAYS
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel

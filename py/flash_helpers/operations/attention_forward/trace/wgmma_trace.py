@@ -28,7 +28,7 @@ from flash_helpers.operations.attention_forward.trace.recorder import Recorder, 
 from flash_helpers.ptx import ComputedProduct, Kernel, Observation, Observer
 from flash_helpers.ptx.read.flow import is_wgmma
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register, Vector
-from flash_helpers.registry.hopper import WARP_ROWS, WGMMA_K, HopperKernelConfig
+from flash_helpers.registry.wgmma import WARP_ROWS, WGMMA_K, WgmmaConfig
 
 _SUMMED_BY = ("add", "fma", "mul", "selp")
 """Operations that make l, from the exponentials on."""
@@ -58,7 +58,7 @@ def _is_score(product: Instruction) -> bool:
     return product.operands[-1] == Immediate(0)
 
 
-def _plan(config: HopperKernelConfig, kernel: Kernel) -> _Plan:
+def _plan(config: WgmmaConfig, kernel: Kernel) -> _Plan:
     instructions = kernel.program.instructions
     flow = DataFlow(kernel.program)
     steps = _steps(config, instructions)
@@ -82,9 +82,7 @@ def _plan(config: HopperKernelConfig, kernel: Kernel) -> _Plan:
     return _Plan(steps, maxima, sums, frozenset(i.line for i in instructions if i.name == "atom"))
 
 
-def _steps(
-    config: HopperKernelConfig, instructions: Sequence[Instruction]
-) -> dict[int, tuple[int, bool]]:
+def _steps(config: WgmmaConfig, instructions: Sequence[Instruction]) -> dict[int, tuple[int, bool]]:
     """Line of each product, its place in its group, and whether it is the last."""
     found: dict[int, tuple[int, bool]] = {}
     group: list[Instruction] = []
@@ -167,11 +165,11 @@ def _halves(flow: DataFlow, sum_of: Instruction, exponents: Mapping[int, int]) -
     return found
 
 
-class WgmmaRecorder(Recorder[HopperKernelConfig]):
+class WgmmaRecorder(Recorder[WgmmaConfig]):
     """Values of a launch. Raises UntraceableKernel if the kernel is not built as `_plan` needs."""
 
     def __init__(
-        self, config: HopperKernelConfig, problem: AttentionForward, kernel: Kernel, device: Device
+        self, config: WgmmaConfig, problem: AttentionForward, kernel: Kernel, device: Device
     ) -> None:
         self._plan = _plan(config, kernel)
         super().__init__(config, problem)

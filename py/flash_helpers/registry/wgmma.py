@@ -1,0 +1,379 @@
+"""The common part of families on the units that only compute capability 9.0 has: TMA, `wgmma`, and
+registers that move between warps by role. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from flash_helpers import gpu
+from flash_helpers.gpu import Device
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.problems import counted_problem
+from flash_helpers.operations.attention_forward.supports import (
+    GROUPED_HEADS,
+    MAX_LENGTH,
+    RETURN_LSE,
+    SOFTMAX_SCALE,
+    TWO_LENGTHS,
+    AttentionSupports,
+)
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    STRIDES,
+    TENSOR_MAP,
+    Address,
+    Buffer,
+    Call,
+    Kind,
+    Launch,
+    TensorMap,
+)
+from flash_helpers.registry.config import Config
+from flash_helpers.registry.mma_sync import ELEMENT_BYTES, RAGGED, RUNS_PER_TILE
+from flash_helpers.registry.problem import Element, Strides
+from flash_helpers.registry.tile_order import TileOrder
+
+Own = TypeVar("Own", bound="WgmmaConfig")
+
+TARGET = "90a"
+WARPGROUP = 128  # threads
+WGMMA_M, WGMMA_K = 64, 16  # of wgmma.m64nNk16: rows of a warpgroup, depth
+WARP_ROWS = WGMMA_M // 4
+KEYS_OF_A_BLOCK = (64, 80, 96, 128, 160, 176)  # N of the wgmma that src/include/sm90 has names for
+PIECE = 64  # columns of a tile in shared memory: the swizzle's 128 bytes
+CHUNK_BYTES = 16  # TMA: addresses and strides are multiples of it
+BARRIER_BYTES = 256  # of shared memory, for mbarriers
+_MAX_STRIDE = (2**40 - 1) // ELEMENT_BYTES  # of a tensor map, in bytes less than 2^40
+
+NEXT_TILE = "next_tile"  # the buffer with the counter and, per tile, the block that took it
+
+# Traits of steps.
+P_IN_REGISTERS = "p_in_registers"  # P does not pass through shared memory
+PRODUCER = "producer"  # a warpgroup of its own issues the copies
+PERSISTENT = "persistent"  # a block takes one tile after the other
+Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
+REPLAYS = "replays"  # m is that of a tile's first block; rows that do not fit are computed again
+UNCHECKED = "unchecked"  # P of bf16 is never made smaller by raising m: l alone is looked at
+ASKS_LATE = "asks_late"  # whether m of fp16 must grow is asked behind the wait for P @ V
+CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
+DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
+OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see
+SHARED_LOADS = "shared_loads"  # K and V are loaded once for the thread blocks of a cluster
+HEAD_PAIRS = "head_pairs"  # those take the same rows of two heads where these share K and V
+HALF_BLOCKS = "half_blocks"  # warpgroups multiply with the half of a causal block that they see
+
+# Where m is that of a tile's first block:
+MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
+MAX_RAISE = 100.0  # of m by one block, in powers of two; a row over that does not fit
+MAX_L = 1e30  # of a row; one over that does not fit
+NO_MAXIMUM = -1e30  # of scores that are all hidden, before they are scaled
+
+MEMBERS: Mapping[str, Kind] = MappingProxyType(
+    {
+        **dict.fromkeys("QKVO", TENSOR_MAP),
+        **{f"{name}_gmem": POINTER for name in "QKVO"},
+        **{f"{name}_strides": STRIDES for name in "QKVO"},
+        **dict.fromkeys(("len_k", "heads", "tiles", "len_q", "q_tiles", "heads_per_kv"), INT),
+        "scale": FLOAT,
+        **dict.fromkeys(("lse", "next_tile"), POINTER),
+        **dict.fromkeys(("head_group", "last_heads"), INT),
+    }
+)
+"""Members of the struct of the kernels' arguments, in order."""
+
+
+class WgmmaConfig(Config):
+    """A kernel of such a family; a subclass adds fields of its own to these.
+
+    `B_r`, `B_c`: rows of a Q tile, 64 for each warpgroup that computes, and of a K or V tile.
+    `K_slots`, `V_slots`: tiles of each in shared memory. `ping_pong`: one warpgroup at a time
+    issues its products. `causal`: the kernel masks, and takes causal problems alone.
+    """
+
+    dtype: Element
+    d_head: int
+    B_r: int
+    B_c: int
+    K_slots: int
+    V_slots: int
+    ping_pong: bool
+    causal: bool
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.B_r // WGMMA_M
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Thread blocks of a cluster, which take tiles of one head that are neighbours."""
+        return 2 if SHARED_LOADS in self.step.traits else 1
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block: the warpgroups that compute, and the producer's."""
+        return (self.consumers + (PRODUCER in self.step.traits)) * WARPGROUP
+
+    @property
+    def n_warps(self) -> int:
+        """Warps that share the rows of a Q tile."""
+        return self.consumers * WARPGROUP // gpu.WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block in bytes: the slots of Q, K and V, in the first step a
+        tile of P, and the barriers."""
+        rows = (2 if Q_TWICE in self.step.traits else 1) * self.B_r
+        keys = (self.K_slots + self.V_slots) * self.B_c
+        P = 0 if P_IN_REGISTERS in self.step.traits else self.B_r * self.B_c
+        return ((rows + keys) * self.d_head + P) * ELEMENT_BYTES + BARRIER_BYTES
+
+    @property
+    def folds_scale(self) -> bool:
+        """Whether the softmax scale is part of the exponent, and S is not scaled before."""
+        return True
+
+    @property
+    def mma_per_key_block(self) -> int:
+        """`wgmma` of a warp for one block of keys: Q @ K^T and P @ V."""
+        return self.d_head // WGMMA_K + self.B_c // WGMMA_K
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of keys, and the tensor instructions of a warp for it."""
+        return "block of K and V", self.mma_per_key_block
+
+    def loop_runs(self, size: int) -> int:
+        """Return the blocks of so many keys."""
+        return len(self.key_blocks(size))
+
+    def counted_on(self, size: int) -> AttentionForward:
+        """Return a problem of one head."""
+        return counted_problem(self.supports, size)
+
+    def key_blocks(self, len_k: int) -> range:
+        """The blocks of keys in the order in which the kernel walks them."""
+        blocks = range(-(-len_k // self.B_c))
+        return blocks[::-1] if RAGGED in self.step.traits else blocks
+
+    def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
+        """Those that the warp of a query takes, which may be beyond len_q. A causal tile has one at
+        least, though it may be hidden."""
+        blocks = self.key_blocks(problem.len_k)
+        if not self.causal:
+            return blocks
+        together = WGMMA_M if OWN_KEYS in self.step.traits else self.B_r
+        last_query = min((query // together + 1) * together, problem.len_q) - 1
+        seen = max(-(-problem.visible_keys(last_query).stop // self.B_c), 1)
+        return blocks[-seen:]
+
+    @property
+    def few_keys(self) -> int:
+        """Keys of a block that a warpgroup which sees no more multiplies with; 0 if it always takes
+        them all. Half a block of 128: the diagonal moves by 64 keys from warpgroup to warpgroup."""
+        halves = HALF_BLOCKS in self.step.traits and self.causal
+        return WGMMA_M if halves and self.B_c == 2 * WGMMA_M else 0
+
+    def first_keys(self, problem: AttentionForward, query: int) -> int:
+        """Keys that the warp of a query multiplies with of the first block that it takes."""
+        first = self.own_key_blocks(problem, query)[0] * self.B_c
+        seen = problem.visible_keys(query // WGMMA_M * WGMMA_M + WGMMA_M - 1).stop - first
+        return self.few_keys if self.few_keys and seen <= self.few_keys else self.B_c
+
+    def variants(self: Own) -> tuple[Own, ...]:
+        """The config, and the causal one, or that without, where the step and the tile have it."""
+        if "causal" not in self.step.tunable or self._refusal_of_causal:
+            return (self,)
+        return (self, self.replace(causal=not self.causal))
+
+    @property
+    def _refusal_of_causal(self) -> str:
+        """Why the tile cannot be causal and the way out, or nothing."""
+        if OWN_KEYS not in self.step.traits:
+            if self.B_r <= self.B_c:
+                return ""
+            return (
+                f"causal with B_r {self.B_r} over B_c {self.B_c}: the diagonal of a tile would lie "
+                "in more than two blocks of keys: lower B_r, raise B_c, or take a step whose "
+                "warpgroups leave out what they do not see"
+            )
+        blocks = self.cluster_blocks
+        unseen = -(-(blocks * self.B_r - WGMMA_M) // self.B_c)
+        tiles = f"{blocks} tiles of B_r" if blocks > 1 else "B_r"
+        for name, slots, least in (("K", self.K_slots, unseen + 1), ("V", self.V_slots, unseen)):
+            if slots < least:
+                return (
+                    f"causal with {tiles} {self.B_r}, B_c {self.B_c} and {slots} slots of {name}: "
+                    f"a warpgroup leaves out up to {unseen} blocks of keys, and would wait for the "
+                    f"next one while others need these: lower B_r, raise B_c, or have {least} "
+                    f"slots of {name}"
+                )
+        return ""
+
+    @property
+    def supports(self) -> AttentionSupports:
+        """Whole blocks of queries and keys of one length, unless the step's traits say more."""
+        traits = self.step.traits
+        ragged = RAGGED in traits
+        options = {SOFTMAX_SCALE, RETURN_LSE, GROUPED_HEADS} if CALL_OPTIONS in traits else set()
+        return AttentionSupports(
+            dtype=self.dtype,
+            d_heads=(self.d_head,),
+            blocks=MappingProxyType({} if ragged else {"B_r": self.B_r, "B_c": self.B_c}),
+            alignment=CHUNK_BYTES,
+            max_row_stride=_MAX_STRIDE,
+            max_stride=_MAX_STRIDE,
+            max_heads=gpu.MAX_GRID[0],
+            max_tiles=gpu.MAX_GRID[0],
+            # rows of the last tiles are numbered beyond the tensor's end
+            max_length=MAX_LENGTH - max(self.cluster_blocks * self.B_r, self.B_c)
+            if ragged
+            else MAX_LENGTH,
+            B_r=self.B_r,
+            B_c=self.B_c,
+            causal=self.causal,
+            abilities=frozenset(options | ({TWO_LENGTHS} if ragged else set())),
+        )
+
+    def order(self, problem: AttentionForward, device: Device) -> TileOrder:
+        """Return the order in which the blocks of a device take the tiles."""
+        traits = self.step.traits
+        return TileOrder(
+            problem=problem,
+            B_r=self.B_r,
+            sms=device.sms,
+            persistent=PERSISTENT in traits,
+            cluster=self.cluster_blocks,
+            pairs_heads=HEAD_PAIRS in traits,
+            causal=self.causal,
+            dynamic=DYNAMIC in traits,
+        )
+
+    def work(self, problem: AttentionForward, device: Device) -> float:
+        """Return the scores that are computed, idle blocks included."""
+        tiles = self.order(problem, device).computed_tiles
+        return tiles * self.B_r * -(-problem.len_k // self.B_c) * self.B_c
+
+    def most_runs(self, problem: AttentionForward, device: Device) -> int:
+        """Return the runs of all blocks of keys of a thread block's tiles; blocks that ask for
+        tiles may get them all."""
+        order = self.order(problem, device)
+        tiles = problem.batch * problem.heads * -(-problem.len_q // self.B_r)
+        per_block = tiles if order.counts else -(-tiles // order.n_blocks)
+        runs = _RUNS_PER_REPLAYED_TILE if REPLAYS in self.step.traits else RUNS_PER_TILE
+        return runs * (len(self.key_blocks(problem.len_k)) + 2) * per_block
+
+    def call(self, problem: AttentionForward, strides: Strides, device: Device) -> Call:
+        """Return a block for each tile of queries, head and batch; or as many as run at a time,
+        which take one tile after the other."""
+        order = self.order(problem, device)
+        rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
+        values: dict[str, tuple[float, ...]] = {
+            "len_k": (problem.len_k,),
+            "heads": (problem.heads,),
+            "tiles": (order.n_tiles,),
+            "len_q": (problem.len_q,),
+            "q_tiles": (order.q_tiles,),
+            "heads_per_kv": (problem.heads // problem.kv_heads,),
+            "scale": (problem.softmax_scale * math.log2(math.e),),
+            "head_group": (order.head_group,),
+            "last_heads": (order.last_heads,),
+        }
+        values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
+        pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
+        if problem.return_lse:
+            pointers["lse"] = "lse"
+        buffers: tuple[Buffer, ...] = ()
+        if order.counts:
+            pointers["next_tile"] = NEXT_TILE
+            buffers = (Buffer(NEXT_TILE, INT.size * (1 + order.n_tiles), zeroed=True),)
+        (kernel,), (layout,) = self.kernels.values(), self.family.kernels.values()
+        launch = Launch(
+            kernel=kernel,
+            grid=(order.n_blocks, 1, 1),
+            cluster=(self.cluster_blocks, 1, 1),
+            block=self.n_threads,
+            shared_bytes=self.smem_bytes,
+            layout=layout,
+            values=values,
+            addresses=tuple(
+                Address(layout.offset(member), name) for member, name in pointers.items()
+            ),
+            tensor_maps=tuple(
+                (
+                    layout.offset(name.upper()),
+                    _tensor_map(name, problem, strides[name], rows[name]),
+                )
+                for name in "qkvo"
+            ),
+        )
+        return Call((launch,), buffers)
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        if self.B_r % WGMMA_M or not WGMMA_M <= self.B_r <= 3 * WGMMA_M:
+            raise ValueError(
+                f"B_r {self.B_r} is not {WGMMA_M} rows for each of 1 to 3 warpgroups: choose "
+                f"{WGMMA_M}, {2 * WGMMA_M} or {3 * WGMMA_M}"
+            )
+        if self.B_c not in KEYS_OF_A_BLOCK:
+            known = ", ".join(map(str, KEYS_OF_A_BLOCK))
+            raise ValueError(f"B_c {self.B_c} has no wgmma here: choose one of {known}")
+        if P_IN_REGISTERS not in self.step.traits and self.B_c % PIECE:
+            raise ValueError(
+                f"B_c {self.B_c}: {self.step.id} keeps P in shared memory in pieces of {PIECE} "
+                f"columns: choose 64 or 128"
+            )
+        for name in ("K_slots", "V_slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
+        limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
+        if self.smem_bytes > limit:
+            raise ValueError(
+                f"B_r {self.B_r}, B_c {self.B_c}, {self.K_slots} slots of K and {self.V_slots} of "
+                f"V need {self.smem_bytes} bytes of shared memory, over the limit {limit}: lower "
+                "one of them"
+            )
+        if self.causal and self._refusal_of_causal:
+            raise ValueError(self._refusal_of_causal)
+        # O, S and P of a thread; P is what S becomes, so that both are there at times
+        registers = (self.d_head + self.B_c + self.B_c // 2) // 2
+        most = {1: 255, 2: 240, 3: 160}[self.consumers]
+        if registers + _OTHER_REGISTERS > most:
+            raise ValueError(
+                f"B_c {self.B_c} with {self.consumers} warpgroups needs {registers} registers per "
+                f"thread for O, S and P, of {most}: lower B_c or B_r"
+            )
+
+
+_OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
+# Runs of an instruction for a pass over a tile of K and V where rows may be computed again, in
+# loops that are not unrolled.
+_RUNS_PER_REPLAYED_TILE = 40
+
+
+def _tensor_map(
+    name: str, problem: AttentionForward, strides: tuple[int, ...], rows: int
+) -> TensorMap:
+    """Return boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece.
+
+    A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
+    """
+    batch, length, heads, d_head = problem.kv_shape if name in "kv" else problem.shape
+    sizes = (PIECE, length, d_head // PIECE, heads, batch)
+    of_batch, of_row, of_head, _ = strides
+    in_elements = (of_row, PIECE, of_head, of_batch)
+    return TensorMap(
+        name,
+        problem.dtype,
+        dims=sizes,
+        strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
+        box=(PIECE, rows, 1 if name == "o" else d_head // PIECE, 1, 1),
+        swizzle=PIECE * ELEMENT_BYTES,
+    )
