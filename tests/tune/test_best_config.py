@@ -27,7 +27,7 @@ from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.choice import preferred_steps
-from flash_helpers.registry.hopper import LONG_TILE
+from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.runtime import library, tensors
 from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config, choose_config
@@ -279,7 +279,8 @@ class TestChoice:
 
     CUDA = torch.device("cuda", 0)
     NEWEST = FIXED[preferred_steps(OPERATION, (8, 0))[0].id, Element.BF16]
-    ON_HOPPER = FIXED[preferred_steps(OPERATION, (9, 0))[0].id, Element.BF16]
+    NEWEST_ON_HOPPER = FIXED[preferred_steps(OPERATION, (9, 0))[0].id, Element.BF16]
+    ON_HOPPER = FIXED[[*HOPPER.steps][-1], Element.BF16]
 
     @pytest.fixture
     def on(self, on, monkeypatch):
@@ -300,8 +301,8 @@ class TestChoice:
         [
             (A100, "8.0", 256, NEWEST),
             (A100, "8.0", 77, NEWEST),
-            (H100, "9.0", 256, ON_HOPPER),
-            (H100, "9.0", 192, ON_HOPPER),
+            (H100, "9.0", 256, NEWEST_ON_HOPPER),
+            (H100, "9.0", 192, NEWEST_ON_HOPPER),
         ],
     )
     def test_without_winners_is_the_fixed_config_that_takes_the_problem(
@@ -310,9 +311,18 @@ class TestChoice:
         on(gpu, capability)
         assert choose_config(AttentionForward(1, 1, seq_len), self.CUDA) == wanted
 
-    def test_on_hopper_a_family_of_its_own_comes_first(self) -> None:
-        assert self.ON_HOPPER.family.name == "hopper"
+    def test_on_hopper_families_of_its_own_come_first(self) -> None:
+        assert not self.NEWEST_ON_HOPPER.family.is_portable
         assert self.NEWEST.family.is_portable
+
+    def test_a_family_that_no_sweep_measured_comes_behind_a_winner(self, found, on) -> None:
+        assert self.NEWEST_ON_HOPPER.family.rank > self.ON_HOPPER.family.rank
+        found(H100, "9.0", self.ON_HOPPER)
+        on(H100, "9.0")
+        assert choose_config(AttentionForward(1, 1, 256), self.CUDA) == self.ON_HOPPER
+        # of another dtype there is no winner
+        problem = AttentionForward(1, 1, 256, dtype=Element.FP16)
+        assert choose_config(problem, self.CUDA).family is self.NEWEST_ON_HOPPER.family
 
     def test_is_the_winner_of_this_gpu(self, found, on, monkeypatch) -> None:
         monkeypatch.setattr(library, "kernels", lambda: [*LISTED, self.winner()])
@@ -360,13 +370,13 @@ class TestChoice:
     def test_is_the_winner_at_the_length_and_one_with_a_mask_for_causal_problems(
         self, found, on, tmp_path, monkeypatch
     ) -> None:
-        plain, causal = self.ON_HOPPER.variants()
+        plain, causal = self.ON_HOPPER, self.NEWEST_ON_HOPPER.replace(causal=True)
         long = plain.replace(**LONG_TILE)
         monkeypatch.setattr(library, "kernels", lambda: [*LISTED, long])
         found(H200, "9.0", long)
         on(H200, "9.0")
         problem = AttentionForward(1, 1, 100)
-        # the tile has no mask: that of the fixed config
+        # the tile has no mask: that of the newest family's fixed config
         assert choose_config(problem, self.CUDA) == long
         assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == causal
         path = best_file(tmp_path / "configs", H200)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,11 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
 
     Candidates come from the last step of each family that runs on the device, the newest family
     first. The result is the first of these that supports the problem:
-      1. winners of the step's sweeps for such problems, the fastest for this problem first
-         (`BestConfig.for_problem`);
-      2. the step's fixed config;
-      3. variants of both (`Config.variants`), listed or not: what the library lacks is compiled.
+      1. winners of the steps' sweeps for such problems, of a family the fastest for this problem
+         first (`BestConfig.for_problem`), and their variants (`Config.variants`);
+      2. the steps' fixed configs and their variants. So a family that no sweep has measured is
+         taken where no winner of another supports the problem.
+    Variants need not be listed: what the library lacks is compiled.
     If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 
     Raises ValueError, with the nearest supported problem, if no config supports it. Raises
@@ -113,26 +114,34 @@ def newest_that_takes(problem: Problem) -> Config | None:
 def _candidates(problem: Problem, gpu: Device | None) -> tuple[Config, ...]:
     operation = OPERATIONS[problem.operation]
     listed = set(library.kernels())
-    found: dict[Config, None] = {}
+    measured: dict[Config, None] = {}
+    others: dict[Config, None] = {}
     for step in preferred_steps(operation, gpu.capability if gpu else None):
         fixed = FAMILIES[step.family].fixed_config(step, problem.dtype)
-        if fixed in listed:
-            every = [fixed]
-            made_for = variant_for(fixed, problem)
-            if gpu and not made_for.supports.lacking(problem):
-                options = made_for.supports.options
-                swept = _last_swept(step, problem.dtype, gpu, options)
-                in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
-                best = _winners(swept, problem.dtype, gpu, options, in_order)
-                every = [*(_succeeded(c, swept, step) for c in best), fixed]
-            known = (config for config in every if config in listed)
-            found |= dict.fromkeys(v for config in known for v in config.variants())
+        if fixed not in listed:
+            continue
+        others |= _variants([fixed])
+        made_for = variant_for(fixed, problem)
+        if gpu and not made_for.supports.lacking(problem):
+            options = made_for.supports.options
+            swept = _last_swept(step, problem.dtype, gpu, options)
+            in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
+            best = _winners(swept, problem.dtype, gpu, options, in_order)
+            measured |= _variants(
+                c for c in (_succeeded(w, swept, step) for w in best) if c in listed
+            )
+    found = measured | others
     if not found:
         raise RuntimeError(
             f"there is no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short}: "
             "`python -m flash_attention` lists the kernels"
         )
     return tuple(found)
+
+
+def _variants(configs: Iterable[Config]) -> dict[Config, None]:
+    """The variants of configs, in order."""
+    return dict.fromkeys(variant for config in configs for variant in config.variants())
 
 
 def _last_swept(step: Step, dtype: Element, gpu: Device | None, options: Mapping[str, Any]) -> Step:
