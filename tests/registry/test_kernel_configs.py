@@ -28,7 +28,9 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.families import with_siblings
+from flash_helpers.registry.general import GENERAL
 from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.mma_sync import MmaSyncConfig
 from flash_helpers.registry.overlap import OVERLAP
 
 PROGRESSION = get_kernel_progression_configs()
@@ -196,6 +198,7 @@ class TestSetsOfConfigs:
         tunable = {f"v{number}" for number in range(7, 17)}
         tunable |= {step.id for step in OVERLAP.steps.values() if step.number >= 5}
         tunable |= {step.id for step in HOPPER.steps.values() if step.number >= 7}
+        tunable |= {*GENERAL.steps}
         assert {config.step.id for config in SWEPT} == tunable
         assert {c for c in PROGRESSION if c.step.id in tunable} <= set(SWEEP)
         assert {
@@ -207,7 +210,7 @@ class TestSetsOfConfigs:
         assert found == {False, True}
 
     def test_sweep_tries_every_tile_shape_that_fits(self):
-        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEPT if c.family is not HOPPER}
+        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEPT if isinstance(c, MmaSyncConfig)}
         assert shapes == {
             *((64, B_c, 4) for B_c in (32, 64, 128)),
             *((128, B_c, 4) for B_c in (32, 64)),  # B_c 128 leaves no register for the rest

@@ -35,7 +35,7 @@ OPERATION = Operation(
     libraries=LIBRARIES,
     short_names=SHORT_NAMES,
     metric=TFLOPS,
-    families=("ampere:AMPERE", "overlap:OVERLAP", "hopper:HOPPER"),
+    families=("ampere:AMPERE", "overlap:OVERLAP", "hopper:HOPPER", "general:GENERAL"),
     # 4 ms for one thread block's pass over 64 x 64 scores at d_head 128, measured
     simulated_ns=4.0e6 / (4 * 64 * 64 * 128),
     has_trace=True,

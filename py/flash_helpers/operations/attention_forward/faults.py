@@ -23,9 +23,9 @@ from flash_helpers.ptx import (
     UninitialisedReadError,
     WgmmaRegisterError,
 )
-from flash_helpers.registry.hopper import WGMMA_M
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MmaSyncConfig
 from flash_helpers.registry.tile_order import COUNTED_FROM
+from flash_helpers.registry.wgmma import WGMMA_M
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 CAUSAL = {"causal": True}
@@ -339,6 +339,10 @@ FAULTS = {
     "h30: a tile is taken at the beginning too, and nobody has it": Fault(
         "h30", BF16, MAIN_LOOP, r"atom\.global\.add", swap(r", 1;", ", 2;"), None, quantity="Q",
         turn=2, options=CAUSAL,
+    ),
+    "g1: what is announced behind the last tile looks like a tile": Fault(
+        "g1", BF16, EPILOGUE, r"mov\.u32.*, -1;", swap("-1;", "0;"), nth(0), DeadlockError,
+        "wait_for_turn<T::cfg.ping_pong>(warpgroup)",
     ),
 }  # fmt: skip
 
