@@ -17,12 +17,14 @@ from tiers import each
 from flash_helpers.check import debugging
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     STEPS,
     AttentionForward,
     Element,
 )
-from flash_helpers.operations.attention_forward.inputs import make_inputs
-from flash_helpers.operations.attention_forward.reference import attention_reference
+from flash_helpers.operations.attention_forward.inputs import draw, make_inputs
+from flash_helpers.operations.attention_forward.reference import attention_reference, reference
+from flash_helpers.operations.attention_forward.supports import ABILITIES
 from flash_helpers.operations.attention_forward.trace.blockwise import (
     QUANTITIES,
     blockwise_forward,
@@ -35,7 +37,7 @@ from flash_helpers.operations.attention_forward.trace.compare import (
 )
 from flash_helpers.operations.attention_forward.trace.recorder import UntraceableKernel
 from flash_helpers.registry.ampere import AMPERE
-from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.hopper import HOPPER, HopperKernelConfig
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MAX_GROWTH, MmaSyncConfig
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
@@ -64,9 +66,9 @@ def test_the_blockwise_reference_is_attention(step, dtype, distribution):
     config = config_of(step, dtype)
     shape = AttentionForward(batch=2, heads=3, len_q=3 * config.B_r)
     q, k, v = inputs(config, distribution, shape)
-    *_, last = blockwise_forward(config, q, k, v)
+    steps = [*blockwise_forward(config, q, k, v)]
     reference = attention_reference(q, k, v)
-    assert measure_error(finish(last, q), reference.expected["o"]).within(reference.bounds["o"])
+    assert measure_error(finish(steps, q), reference.expected["o"]).within(reference.bounds["o"])
 
 
 @pytest.mark.parametrize(("step", "options"), [("h20", {}), ("h21", CAUSAL), ("h24", CAUSAL)])
@@ -75,9 +77,63 @@ def test_the_blockwise_reference_is_attention_of_any_lengths(step, options, len_
     config = HOPPER.fixed_config(HOPPER.steps[step], Element.BF16).replace(**options)
     shape = AttentionForward(1, 4, len_q, len_k=len_k, kv_heads=2, softmax_scale=0.2, **options)
     q, k, v = inputs(config, shape=shape)
-    *_, last = blockwise_forward(config, q, k, v, 0.2)
+    steps = [*blockwise_forward(config, q, k, v, softmax_scale=0.2)]
     reference = attention_reference(q, k, v, softmax_scale=0.2, **options)
-    assert measure_error(finish(last, q), reference.expected["o"]).within(reference.bounds["o"])
+    assert measure_error(finish(steps, q), reference.expected["o"]).within(reference.bounds["o"])
+
+
+@pytest.fixture
+def takes_everything(monkeypatch):
+    """Lets every config take windows, softcap, sinks and a d_v of 64. The rows of a tile leave out
+    the blocks of keys that none of them sees."""
+
+    def adapt(kind):
+        declared = kind.supports
+
+        def supports(config):
+            every = {"blocks": {}, "abilities": frozenset(ABILITIES), "d_v": 64}
+            return replace(declared.fget(config), **every)
+
+        def own_key_blocks(config, problem, query):
+            first = query // config.B_r * config.B_r
+            last = min(first + config.B_r, problem.len_q) - 1
+            begin, end = problem.visible_keys(first).start, problem.visible_keys(last).stop
+            seen = range(begin // config.B_c, max(-(-end // config.B_c), begin // config.B_c + 1))
+            blocks = config.key_blocks(problem.len_k)
+            return seen[::-1] if blocks.step < 0 else seen
+
+        monkeypatch.setattr(kind, "supports", property(supports))
+        monkeypatch.setattr(kind, "own_key_blocks", own_key_blocks)
+
+    adapt(MmaSyncConfig)
+    adapt(HopperKernelConfig)
+
+
+@pytest.mark.parametrize("step", ["v13", "o5", "h20"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_left": 30},
+        {"window_left": 0, "window_right": 140},
+        {"window_right": 3},
+        {"softcap": 2.0},
+        {"sinks": True},
+        {"window_left": 70, "window_right": 3, "softcap": 5.0, "sinks": True},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("takes_everything")
+def test_the_blockwise_reference_is_attention_with_options(step, options):
+    found = STEPS[step]
+    config = FAMILIES[found.family].fixed_config(found, Element.BF16)
+    problem = AttentionForward(1, 2, 260, len_k=200, d_v=64, **options)
+    given = draw("normal", problem)
+    steps = [*blockwise_forward(config, **given, **problem.call_options())]
+    right = reference(problem, given)
+    o = finish(steps, given["q"], given.get("sinks"))
+    assert measure_error(o, right.expected["o"]).within(right.bounds["o"])
+    if config.B_c == 64 and problem.has_window:  # some tile sees less than all four blocks
+        assert any(step.O.isnan().any() for step in steps)
 
 
 def test_after_a_block_the_quantities_are_those_of_the_keys_so_far():
@@ -196,7 +252,7 @@ def test_every_quantity_of_every_kernel_agrees(config):
     q, k, v = inputs(config, distribution, AttentionForward(1, 1, max(config.B_r, 2 * config.B_c)))
     trace = traced(config, load_kernel(config, ptx_path(config)), q, k, v)
     steps = list(blockwise_forward(config, q, k, v))
-    found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q))
+    found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps, q))
     assert found is None
     assert not trace.run.faults
     assert not torch.equal(steps[0].m, steps[1].m)
@@ -207,7 +263,7 @@ def test_one_wrong_value_is_found_where_it_is(quantity):
     config = config_of("v7")
     q, k, v = inputs(config)
     steps = list(blockwise_forward(config, q, k, v))
-    output = finish(steps[-1], q)
+    output = finish(steps, q)
     values = getattr(steps[1], quantity)
     whole = values.expand(1, 1, 3, 4, 64, 128) if quantity in "KV" else values
     wrong = whole.clone()
@@ -230,7 +286,7 @@ def test_a_block_that_should_be_left_out_is_a_difference():
     )
     q, k, v = inputs(own, shape=AttentionForward(1, 1, 128, len_k=192))
     expected, others = ([*blockwise_forward(config, q, k, v)] for config in (own, of_tile))
-    output = finish(expected[-1], q)
+    output = finish(expected, q)
     found = first_disagreement(own, others, output, expected, output)
     assert found is not None
     assert (found.quantity, found.key_block, found.warp, found.row) == ("Q", 1, 0, 0)
@@ -241,7 +297,7 @@ def test_what_was_never_computed_is_a_difference():
     config = config_of("v7")
     q, k, v = inputs(config)
     steps = list(blockwise_forward(config, q, k, v))
-    output = finish(steps[-1], q)
+    output = finish(steps, q)
     damaged = [replace(steps[0], m=torch.full_like(steps[0].m, torch.nan)), *steps[1:]]
     found = first_disagreement(config, damaged, output, steps, output)
     assert found is not None and found.quantity == "m"
@@ -251,7 +307,7 @@ def test_a_wrong_output_alone_is_found():
     config = config_of("v7")
     q, k, v = inputs(config)
     steps = list(blockwise_forward(config, q, k, v))
-    output = finish(steps[-1], q)
+    output = finish(steps, q)
     wrong = output.clone()
     wrong[0, 150, 0, 5] += 1
     found = first_disagreement(config, (), wrong, (), output)
@@ -281,7 +337,7 @@ def test_the_excerpt_holds_the_rows_of_one_warp_of_the_chosen_blocks():
     config = config_of("v7")
     q, k, v = inputs(config, "countable")
     steps = list(blockwise_forward(config, q, k, v))
-    output = finish(steps[-1], q)
+    output = finish(steps, q)
     text = excerpt_text(config, steps, output, Excerpt(row_block=1, key_blocks=[2], warp=3))
     titles = [line for line in text.splitlines() if "block" in line]
     assert titles == [

@@ -179,7 +179,7 @@ class TestRowsThatDoNotFit:
         q[:, 16:32, :, 0], q[:, 32:48, :, 0] = 250, 2000
         problem = THREE_BLOCKS.in_dtype(dtype)
         found = compare(config, problem, {"q": q, "k": k, "v": v})
-        fits = rows_that_fit(found.expected_steps[-1], THREE_BLOCKS.len_q).flatten().tolist()
+        fits = rows_that_fit(found.expected_steps, THREE_BLOCKS.len_q).flatten().tolist()
         assert fits == [True] * 32 + [False] * 16 + [True] * 336
         assert found.disagreement is None
         first, *_, last = found.steps

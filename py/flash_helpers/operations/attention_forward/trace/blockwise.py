@@ -9,17 +9,22 @@ The m of a lazy step follows a maximum that has grown by more than MAX_GROWTH. W
 the maximum of the first block, m is raised if a lane's sum is over MAX_SUM. A growth that equals
 the limit within the rounding of S may be followed here and not by the kernel.
 
-Keys that a row does not see, in causal attention and behind the end of the keys, do not count in m,
-l and P; S has its value before they are hidden. The rows of a tile begin with the same block of
-keys, in which some rows may see no key yet: their m is then found again in their second block. In a
-step whose warpgroups leave out blocks that only others see, this holds for the rows of a warpgroup.
+Keys that a row does not see, in causal attention, outside of a window and behind the end of the
+keys, do not count in m, l and P; S has its value before they are hidden. With a softcap the score
+that is masked and exponentiated is tanh(S · scale / softcap), and softcap takes the place of the
+scale in the exponent. The sink of a head is added to l after the last block.
+
+The rows of a tile begin with the same block of keys, in which some rows may see no key yet: their m
+is then found again in their second block. In a step whose warpgroups leave out blocks that only
+others see, this holds for the rows of a warpgroup.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,7 +47,7 @@ from flash_helpers.registry.wgmma import (
     WGMMA_M,
     WgmmaConfig,
 )
-from flash_helpers.runtime.tensors import posed_problem
+from flash_helpers.runtime.tensors import check_problem
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
 """Quantities of a step, in the order in which a kernel comes by it."""
@@ -71,7 +76,8 @@ class BlockStep:
         afterwards.
     `l`: (..., B_r, copies), the sum of each row of P so far, relative to m.
     `P`: (..., B_r, B_c), rounded to the inputs' dtype.
-    `O`: (..., B_r, d_head), the sum of P @ V so far, relative to m and not yet divided by l.
+    `O`: (..., B_r, d_v), the sum of P @ V so far, relative to m and not yet divided by l. `base`:
+        the exponent of 2 that l and O are relative to, in the reference alone.
     """
 
     key_block: int
@@ -83,6 +89,7 @@ class BlockStep:
     P: torch.Tensor
     V: torch.Tensor
     O: torch.Tensor  # noqa: E741
+    base: torch.Tensor | None = None
 
 
 def _add_product(C: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -159,57 +166,61 @@ def blockwise_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
 ) -> Iterator[BlockStep]:
     """The steps of the config's kernel, one for each block of keys, in its order.
 
-    `q`: (batch, len_q, heads, d_head). `k`, `v`: (batch, len_k, kv_heads, d_head). All have the
-    config's dtype and are on the CPU. `softmax_scale`: 1/sqrt(d_head) by default.
+    `q`: (batch, len_q, heads, d_head). `k`, `v`: (batch, len_k, kv_heads, d_head), or d_v in v.
+    `sinks`: (heads,). All have the config's dtype and are on the CPU. `options`: those of a call,
+    such as softmax_scale.
 
     Raises ValueError for a problem that the kernel does not take.
     """
-    given = {"q": q, "k": k, "v": v}
-    problem = posed_problem(
-        AttentionForward,
-        config.dtype,
-        given,
-        causal=config.supports.causal,
-        softmax_scale=softmax_scale,
-    )
-    if reason := config.refusal(problem):
-        raise ValueError(reason)
+    given = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    problem = check_problem(config, given, **options)
+    assert isinstance(problem, AttentionForward)
     Q = _in_tiles(q, config.B_r, problem.heads)
     keys, values = (_in_tiles(x, config.B_c, problem.heads) for x in (k, v))
     traits = config.step.traits
     folded, optimistic = config.folds_scale, REPLAYS in traits
     scale = torch.tensor(problem.softmax_scale).item()
-    exponent_scale = torch.tensor(scale * _LOG2_E).item() if folded else _LOG2_E
+    softcap = problem.softcap
+    exponent_scale = torch.tensor((softcap or scale) * _LOG2_E).item() if folded else _LOG2_E
     # what makes m an exponent of 2
     m_scale = 1.0 if _is_exponent(config) else exponent_scale
 
     blocks = config.key_blocks(problem.len_k)
     rows = Q.shape[:-1]
-    visible, first_block, first_keys = (  # of each row, (blocks of rows, B_r, 1)
+    begin, end, first_block, n_blocks, first_keys = (  # of each row, (blocks of rows, B_r, 1)
         torch.tensor([of_row(i) for i in range(rows[2] * rows[3])]).view(*rows[2:], 1)
         for of_row in (
+            lambda query: problem.visible_keys(query).start,
             lambda query: problem.visible_keys(query).stop,
             lambda query: config.own_key_blocks(problem, query)[0],
+            lambda query: len(config.own_key_blocks(problem, query)),
             lambda query: config.first_keys(problem, query),
         )
     )
-    sees_late = _first_of_warpgroup(visible) <= first_block * config.B_c
+    sees_late = _first_of_warpgroup(end) <= first_block * config.B_c
     m = torch.full((*rows, 1), -torch.inf)
     l = torch.zeros(*rows, 1)  # noqa: E741
-    O = torch.zeros(*rows, problem.d_head)  # noqa: E741
+    O = torch.zeros(*rows, problem.d_v)  # noqa: E741
     for turn, j in enumerate(blocks):
         # For each row. Rows that leave the block out begin anew with a block in which they see no
         # key.
         own_turn = turn - (first_block - blocks[0]).abs()
         begins = (own_turn <= 0) | ((own_turn == 1) & sees_late)
-        hidden = (j * config.B_c + torch.arange(config.B_c) >= visible) | (own_turn < 0)
+        taken = (own_turn >= 0) & (own_turn < n_blocks)
+        key = j * config.B_c + torch.arange(config.B_c)
+        hidden = (key < begin) | (key >= end) | ~taken
         K, V = keys[:, :, j, None], values[:, :, j, None]
         S = _add_product(torch.zeros(*rows, config.B_c), Q, K.mT)
-        scores = (S if folded else S * scale).masked_fill(hidden, -torch.inf)
+        scores = S if folded else S * scale
+        if softcap:
+            scores = torch.tanh(scores * ((scale if folded else 1.0) / softcap))
+            scores = scores if folded else scores * softcap
+        scores = scores.masked_fill(hidden, -torch.inf)
         block_m = scores.amax(-1, keepdim=True).clamp(NO_MAXIMUM) * (exponent_scale / m_scale)
         new_m = _new_maximum(config, m, block_m)
         if optimistic:
@@ -233,12 +244,12 @@ def blockwise_forward(
         P = rounded_P
         O = _add_product(O * rescale, P, V)  # noqa: E741
         row_l = l.sum(-1, keepdim=True)
-        step = BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O)
-        taken = own_turn >= 0
+        base = m * m_scale
+        step = BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O, base)
         multiplied = taken & ((torch.arange(config.B_c) < first_keys) | (own_turn > 0))
         # a tile ends with all keys of P @ V, since one copy of that code serves any tile
-        last = turn == len(blocks) - 1
-        yield _taken_by(config, step, taken, multiplied, taken if last else multiplied)
+        ends = taken & (own_turn == n_blocks - 1)
+        yield _taken_by(config, step, taken, multiplied, multiplied | ends)
 
 
 def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
@@ -265,19 +276,45 @@ def _taken_by(
         known[of_rows] = keys
         known[of_keys] = keys.unflatten(-2, (config.n_warps, -1))[..., 0, :, None]
     quantities = {name: getattr(step, name).where(known[name], torch.nan) for name in QUANTITIES}
-    return BlockStep(step.key_block, **quantities)
+    return BlockStep(step.key_block, **quantities, base=step.base)
 
 
-def finish(step: BlockStep, q: torch.Tensor) -> torch.Tensor:
-    """The output after the last step, of q's shape and dtype: O / l, rounded, 0 where no key is
-    seen."""
-    return _in_sequence((step.O / step.l).where(step.l != 0, 0).to(q.dtype), q.shape[1])
+def finish(
+    steps: Sequence[BlockStep], q: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The output (batch, len_q, heads, d_v) after all steps, in q's dtype: O / l, rounded, 0 where
+    no key is seen."""
+    O, l = _at_the_end(steps, "O"), _at_the_end(steps, "l")  # noqa: E741
+    if sinks is not None:
+        base = steps[-1].base
+        assert base is not None  # of the reference
+        sink = sinks.float()[:, None, None, None] * _LOG2_E
+        largest = torch.maximum(base, sink)
+        O = O * _exp2(base - largest)  # noqa: E741
+        l = l * _exp2(base - largest) + _exp2(sink - largest)  # noqa: E741
+    return _in_sequence((O / l).where(l != 0, 0).to(q.dtype), q.shape[1])
 
 
-def rows_that_fit(step: BlockStep, len_q: int) -> torch.Tensor:
-    """The rows of the last step that have not left the range of fp32; (batch, len_q, heads, 1).
+def rows_that_fit(steps: Sequence[BlockStep], len_q: int) -> torch.Tensor:
+    """The rows after all steps that have not left the range of fp32; (batch, len_q, heads, 1).
     Where m is that of the first block a kernel computes the other rows again, exactly."""
-    return _in_sequence((step.l < MAX_L) & step.O.isfinite().all(-1, keepdim=True), len_q)
+    O, l = _at_the_end(steps, "O"), _at_the_end(steps, "l")  # noqa: E741
+    return _in_sequence((l < MAX_L) & O.isfinite().all(-1, keepdim=True), len_q)
+
+
+def _at_the_end(steps: Sequence[BlockStep], name: str) -> torch.Tensor:
+    """The value of a quantity after each row's last block; a row may leave out the last steps."""
+    first, *others = steps
+    found = getattr(first, name)
+    for step in others:
+        value = getattr(step, name)
+        found = torch.where(_is_left_out(step), found, value)
+    return found
+
+
+def _is_left_out(step: BlockStep) -> torch.Tensor:
+    """Rows that leave a block out; (..., B_r, 1). Their Q is not there either."""
+    return step.Q.isnan().all(-1, keepdim=True)
 
 
 def _in_sequence(rows: torch.Tensor, length: int) -> torch.Tensor:

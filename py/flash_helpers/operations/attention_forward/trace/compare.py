@@ -13,7 +13,7 @@ from flash_helpers.check.difference import WrongElement
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.operations.attention_forward.configs import AttentionConfig
-from flash_helpers.operations.attention_forward.reference import attention_float64, reference
+from flash_helpers.operations.attention_forward.reference import reference
 from flash_helpers.operations.attention_forward.trace.blockwise import (
     OF_KEYS,
     QUANTITIES,
@@ -143,7 +143,7 @@ def first_disagreement(
 ) -> Disagreement | None:
     """Compare step by step, and in each step in the order of QUANTITIES; then the outputs.
 
-    `output`, `expected_output`: (batch, len_q, heads, d_head), of the config's dtype. Without steps
+    `output`, `expected_output`: (batch, len_q, heads, d_v), of the config's dtype. Without steps
     only they are compared.
     """
     dtype = output.dtype
@@ -158,7 +158,7 @@ def first_disagreement(
 
 
 def _by_row_block(output: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
-    """(batch, heads, blocks, B_r, d_head), NaN in rows behind the last query."""
+    """(batch, heads, blocks, B_r, d_v), NaN in rows behind the last query."""
     rows = output.detach().cpu().float().transpose(1, 2)
     whole = (0, 0, 0, -rows.shape[2] % config.B_r)
     padded = torch.nn.functional.pad(rows, whole, value=torch.nan)
@@ -285,17 +285,15 @@ class Comparison:
 def _expected_output(
     config: Config,
     problem: AttentionForward,
-    last: BlockStep,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    steps: Sequence[BlockStep],
+    inputs: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """(batch, len_q, heads, d_head), in which rows that a kernel computes again are exact."""
-    output = finish(last, q)
+    """(batch, len_q, heads, d_v), in which rows that a kernel computes again are exact."""
+    output = finish(steps, inputs["q"], inputs.get("sinks"))
     if REPLAYS not in config.step.traits:
         return output
-    exact = attention_float64(q, k, v, causal=problem.causal, softmax_scale=problem.softmax_scale)
-    return output.where(rows_that_fit(last, problem.len_q), exact.to(q.dtype))
+    exact = reference(problem, inputs).expected["o"].to(output.dtype)
+    return output.where(rows_that_fit(steps, problem.len_q), exact)
 
 
 def compare(
@@ -314,9 +312,8 @@ def compare(
     launched as on `device`. With a backend the library's kernel runs there. Raises OSError,
     PtxError and ValueError.
     """
-    q, k, v = (inputs[name] for name in "qkv")
-    expected = tuple(blockwise_forward(config, q, k, v, problem.softmax_scale))
-    expected_output = _expected_output(config, problem, expected[-1], q, k, v)
+    expected = tuple(blockwise_forward(config, **inputs, **problem.call_options()))
+    expected_output = _expected_output(config, problem, expected, inputs)
     if backend is not None:
         outputs = run_on(backend, config, problem, inputs)
         lse = _compared_lse(problem, inputs, outputs, backend.description)

@@ -44,7 +44,8 @@ class Recorder(Generic[Traced]):
 
     def __post_init__(self) -> None:
         config, warps = self.config, self.config.n_warps
-        B_r, B_c, d_head = config.B_r, config.B_c, config.d_head
+        B_r, B_c = config.B_r, config.B_c
+        d_head, d_v = self.problem.d_head, self.problem.d_v
         lead = (self.n_tiles, len(self.key_blocks))
         shapes = {
             "Q": (B_r, d_head),
@@ -53,8 +54,8 @@ class Recorder(Generic[Traced]):
             "m": (B_r, QUAD),
             "l": (B_r, MMA_N if MMA_ROW_SUM in config.step.traits else QUAD),
             "P": (B_r, B_c),
-            "V": (warps, B_c, d_head),
-            "O": (B_r, d_head),
+            "V": (warps, B_c, d_v),
+            "O": (B_r, d_v),
         }
         size = 4 * lead[0] * lead[1] * sum(int(np.prod(shape)) for shape in shapes.values())
         if size > MAX_TRACE_BYTES:

@@ -26,7 +26,7 @@ class KernelTrace:
     """A simulated launch with the values inside the kernel.
 
     `steps`: one for each block of keys, in the kernel's order; values that were not computed are
-    NaN. `outputs`: o, (batch, len_q, heads, d_head), and lse, (batch, heads, len_q), if the problem
+    NaN. `outputs`: o, (batch, len_q, heads, d_v), and lse, (batch, heads, len_q), if the problem
     asks for it. `run`: the run with its counters, and the faults that the watcher found.
     """
 
@@ -49,8 +49,8 @@ def trace_forward(
 ) -> KernelTrace:
     """Run the kernel in the simulator, keep going after faults, and read its values.
 
-    `problem`: one that the config takes. `inputs`: q, k and v, on the CPU. `device`: the GPU that
-    the launch is made for, by default the largest that the family is compiled for.
+    `problem`: one that the config takes. `inputs`: those of the problem, on the CPU. `device`: the
+    GPU that the launch is made for, by default the largest that the family is compiled for.
 
     Raises UntraceableKernel if the kernel lacks the structure that the trace relies on, ValueError
     if the values would take more than MAX_TRACE_BYTES, and PtxError if the kernel cannot run or
@@ -68,9 +68,9 @@ def trace_forward(
         kernel,
         tensors,
         device=device,
-        softmax_scale=problem.softmax_scale,
         keep_going=True,
         observer=recorder.observer,
+        **problem.call_options(),
     )
     outputs = {tensor.name: tensors[tensor.name].contiguous() for tensor in problem.outputs}
     return KernelTrace(recorder.steps(), outputs, run)
