@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ OPTIMISTIC = [config for config in PROGRESSION if REPLAYS in config.step.traits]
 THREE_WARPGROUPS = [c for c in tuned_configs() if c.B_r == 192 and not c.causal]
 
 
+def in_matrix(*values: Any):
+    """A case whose like another step shows in the first tier."""
+    return pytest.param(*values, marks=pytest.mark.matrix(HOPPER.name))
+
+
 def config_of(step: str, dtype: Element = Element.BF16) -> HopperKernelConfig:
     return next(c for c in PROGRESSION if (c.step.id, c.dtype) == (step, dtype))
 
@@ -70,7 +76,7 @@ class TestEveryQuantityOfEveryKernelAgrees:
         assert found.disagreement is None
         assert found.steps[0].O.shape == (1, 1, 1, 192, 128)
 
-    @pytest.mark.parametrize("step", ("h10", "h11", "h17"))
+    @pytest.mark.parametrize("step", (in_matrix("h10"), in_matrix("h11"), "h17"))
     def test_of_blocks_that_take_several_tiles(self, step):
         problem = AttentionForward(batch=1, heads=3, len_q=256)
         found = compared(config_of(step), problem, gpu=on_sms(2))
@@ -123,7 +129,7 @@ class TestGeneralProblems:
         assert found.disagreement is None
         assert not found.faults
 
-    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("causal", [in_matrix(False), True])
     def test_tiles_of_a_cluster_one_of_which_has_no_rows(self, causal):
         config = config_of("h25").replace(causal=causal)
         problem = replace(causal_problem(300, 130), causal=causal)
@@ -149,7 +155,8 @@ class TestGeneralProblems:
                 assert not P[computed:].nan_to_num().any()
 
     @pytest.mark.parametrize(
-        ("step", "heads", "len_q"), [("h22", 1, 640), ("h24", 3, 250), ("h28", 1, 640)]
+        ("step", "heads", "len_q"),
+        [in_matrix("h22", 1, 640), ("h24", 3, 250), in_matrix("h28", 1, 640)],
     )
     def test_tiles_that_are_handed_out_backwards(self, step, heads, len_q):
         config, problem = causal_of(step), causal_problem(len_q, 192, heads)
@@ -160,6 +167,7 @@ class TestGeneralProblems:
         assert found.disagreement is None
         assert not found.faults
 
+    @pytest.mark.matrix(HOPPER.name)
     def test_tiles_of_a_cluster_from_a_counter(self):
         found = compared(causal_of("h25"), causal_problem(640, 192), gpu=on_sms(2))
         assert found.disagreement is None
@@ -169,7 +177,9 @@ class TestGeneralProblems:
 class TestRowsThatDoNotFit:
     """Rows of which m of a tile's first block is too low."""
 
-    @pytest.mark.parametrize(("step", "dtype"), [("h12", Element.FP16), ("h17", Element.BF16)])
+    @pytest.mark.parametrize(
+        ("step", "dtype"), [in_matrix("h12", Element.FP16), ("h17", Element.BF16)]
+    )
     def test_are_compared_with_exact_ones(self, step, dtype):
         config = config_of(step, dtype)
         q, k, v = make_inputs("normal", THREE_BLOCKS, getattr(torch, dtype.torch_name))
