@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def test_the_readme_points_to_the_quick_start_before_anything_is_installed() -> 
 
 
 @pytest.mark.slow
-def test_the_readme_s_use_runs_without_a_gpu() -> None:
+def test_the_readme_s_use_runs_without_a_gpu(warm: Path) -> None:
     (use,) = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
     right = """
 expected = torch.nn.functional.scaled_dot_product_attention(
@@ -35,7 +34,7 @@ expected = torch.nn.functional.scaled_dot_product_attention(
 ).transpose(1, 2)
 torch.testing.assert_close(o.float(), expected, atol=0.02, rtol=0.02)
 """
-    subprocess.run([sys.executable, "-c", use + right], env=command_environment(), check=True)
+    subprocess.run([warm, "-c", use + right], env=command_environment(), check=True)
 
 
 @pytest.mark.slow

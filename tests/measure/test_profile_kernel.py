@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -302,10 +301,14 @@ class TestCommand:
 class TestCheckRace:
     """tools/debug/check_race.sh without a GPU."""
 
+    @pytest.fixture(autouse=True)
+    def python(self, warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHON", str(warm))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
     def run(self, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(root / "tools/debug/check_race.sh"), *arguments],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable},
             capture_output=True,
             text=True,
             check=False,
@@ -347,6 +350,10 @@ def fixed(step: str) -> Config:
 class TestCheckRaceOnAGPU:
     """tools/debug/check_race.sh with a sanitizer of the test's own, and a PyTorch that has CUDA."""
 
+    @pytest.fixture(autouse=True)
+    def python(self, warm: Path) -> None:
+        self.warm = warm
+
     def run(
         self, folder: Path, root: Path, race: str, *arguments: str
     ) -> subprocess.CompletedProcess[str]:
@@ -355,8 +362,8 @@ class TestCheckRaceOnAGPU:
             "compute-sanitizer": f'echo "$@"; case "$*" in *={race}\\ *) exit 1;; esac',
             "python": f"""case "$*" in
                 *is_available*) exit 0;;
-                *--list*) exec {sys.executable} "$@" --device cpu;;
-                *) exec {sys.executable} "$@";;
+                *--list*) exec {self.warm} "$@" --device cpu;;
+                *) exec {self.warm} "$@";;
             esac""",
         }
         for name, text in programs.items():

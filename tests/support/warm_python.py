@@ -86,6 +86,10 @@ def run() -> None:
         sys.argv = sys.argv[1:]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        text = sys.argv.pop(1)
+        sys.path.insert(0, "")
+        exec(text, {"__name__": "__main__"})
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(first)))  # noqa: PTH100, PTH120
         runpy.run_path(first, run_name="__main__")
