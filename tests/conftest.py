@@ -78,8 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     not_asked_for = {item for item in items if any(map(item.get_closest_marker, unnamed))}
     config.hook.pytest_deselected(items=[*not_asked_for])
     items[:] = [item for item in items if item not in not_asked_for]
-    # what takes long begins first, so that no worker is left with it in the end
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    # what takes long begins first, so that no worker is left with it in the end: of the files that
+    # are slow, those at the root, one of which walks all of CONTRIBUTING
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, len(item.path.parents)))
     reason = why_no_gpu()
     if reason is not None:
         # of two thousand tests one a file tells it
