@@ -10,6 +10,7 @@ import pytest
 from two_kernels import TOY, SquaresBackwards
 
 from flash_helpers.kernel_configs import OPERATIONS, AttentionForward
+from flash_helpers.measure.asked import problem_options
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry import selection
 from flash_helpers.registry.selection import (
@@ -75,6 +76,17 @@ def test_change_a_problem_and_what_follows_from_them():
     asked = asked_problem(read("--seq", "128", "--causal", "--d-head", "64"), base)
     assert asked == AttentionForward(2, 6, 128, 64, causal=True)
     assert (asked.len_k, asked.softmax_scale) == (128, 1 / 8)
+
+
+def test_of_windows_softcap_and_sinks_are_read_and_written():
+    words = "--window-left 3 --window-right 9 --softcap 2 --sinks --d-v 64"
+    asked = asked_problem(read(*words.split()), AttentionForward(1, 2, 16))
+    assert asked == AttentionForward(
+        1, 2, 16, window_left=3, window_right=9, softcap=2.0, sinks=True, d_v=64
+    )
+    assert asked_problem(read(*problem_options(asked)), AttentionForward(1, 1, 1)) == asked
+    plain = AttentionForward(1, 2, 16)
+    assert asked_problem(read(*problem_options(plain)), AttentionForward(1, 1, 1)) == plain
 
 
 def test_that_pose_no_problem_are_refused():

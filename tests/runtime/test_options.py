@@ -18,7 +18,7 @@ from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.operations.attention_forward.inputs import draw
 from flash_helpers.operations.attention_forward.reference import reference
 from flash_helpers.operations.attention_forward.supports import ABILITIES
-from flash_helpers.runtime import call, library
+from flash_helpers.runtime import call, library, saved_calls
 from flash_helpers.tune import best
 
 PLAIN, CAUSAL = general(WITH_CAUSAL), general(WITH_CAUSAL, causal=True)
@@ -185,6 +185,26 @@ def test_a_kernel_without_them_names_the_call_of_one_that_has_them(monkeypatch):
     text = _forward._simulated_text(problem)
     wanted = "window_size=(2, 1), softcap=2, sinks=sinks, lse=lse) simulates a kernel"
     assert wanted in text
+
+
+def test_a_saved_call_is_replayed_with_them(ran, tmp_path, monkeypatch):
+    problem = posed(True, {**WINDOW, "softcap": 2.0, "sinks": True})
+    inputs = draw("normal", problem)
+    q, k, v, sinks = inputs.values()
+    asked = {"window_size": (2, 1), "softcap": 2.0, "sinks": sinks, "lse": torch.empty(1, 2, 3)}
+    ready = []
+    monkeypatch.setattr(call.ReadyCall, "run", lambda self: ready.append(self))
+    flash_attention.forward(PLAIN, q, k, v, **asked)
+    (first,) = ready
+    monkeypatch.setattr(saved_calls, "config_from_short_form", lambda _: PLAIN)
+    path = tmp_path / "call_1.pt"
+    outputs = first.outputs
+    saved_calls.save_call(path, PLAIN, first.problem, inputs, outputs)
+    saved = saved_calls.load_call(path)
+    assert saved.problem == problem
+    again = call.prepare(PLAIN, *saved.tensors("cpu"), **saved.problem.call_options())
+    assert again.problem == problem
+    assert torch.equal(again.tensors["sinks"], sinks)
 
 
 def test_fake_tensors_have_the_head_size_of_v():

@@ -129,9 +129,9 @@ class Config:
 
     def measured(self, size: int) -> Problem:
         """Return the problem of a given size on which the config is measured and tuned, in its
-        dtype."""
-        operation = self.family.operation
-        return operation.measured(size, **self.supports.options).in_dtype(self.dtype)
+        dtype and with the options that are compiled into it."""
+        measured = self.family.operation.measured(size, **self.supports.options)
+        return self.supports.adapted(measured.in_dtype(self.dtype))
 
     def counted_on(self, size: int) -> Problem:
         """Return a small problem of about a given size for which this config itself is launched."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import SINKS, SOFTCAP, WINDOW, asked_for
 
 _SDPA_BACKENDS = {
     "pytorch_flash": SDPBackend.FLASH_ATTENTION,
@@ -43,12 +44,20 @@ def run(
     """Return o, (batch, seq, heads, d_head), by one of the operation's libraries.
 
     PyTorch's backends get the same memory as the kernels, as (batch, heads, seq, d_head) views.
-    Each is called as users call it: a scale is passed only if it is not the usual one.
+    Each is called as users call it: an option is passed only if it is not the usual one.
 
-    Raises ValueError for a causal problem with two lengths on PyTorch's backends: PyTorch aligns
-    the mask to the top left, the packages and the kernels to the bottom right. Raises RuntimeError
-    if the library does not run here, ImportError if it cannot be imported.
+    Raises ValueError for options that a library does not take: sinks; on PyTorch's backends a
+    window, a softcap and a causal problem with two lengths, since PyTorch aligns the mask to the
+    top left, the packages and the kernels to the bottom right. Raises RuntimeError if the library
+    does not run here, ImportError if it cannot be imported.
     """
+    asked = asked_for(problem)
+    for name in (SINKS,) if library in PACKAGES else (SINKS, WINDOW, SOFTCAP):
+        if name in asked:
+            raise ValueError(
+                f"{asked[name][0]}: {library} does not take it: leave out the option, or the "
+                "library"
+            )
     if problem.causal and problem.len_q != problem.len_k:
         raise ValueError(
             f"causal with len_q {problem.len_q} and len_k {problem.len_k}: PyTorch's mask is "
@@ -57,8 +66,13 @@ def run(
     q, k, v = (tensors[name] for name in "qkv")
     if library in PACKAGES:
         module = importlib.import_module(PACKAGES[library].module)
-        scale = {} if problem.has_usual_scale else {"softmax_scale": problem.softmax_scale}
-        return {"o": module.flash_attn_func(q, k, v, causal=problem.causal, **scale)}
+        options = {} if problem.has_usual_scale else {"softmax_scale": problem.softmax_scale}
+        if problem.has_window:
+            bounds = (problem.window_left, problem.window_right)
+            options["window_size"] = tuple(-1 if bound is None else bound for bound in bounds)
+        if problem.softcap:
+            options["softcap"] = problem.softcap
+        return {"o": module.flash_attn_func(q, k, v, causal=problem.causal, **options)}
     with sdpa_kernel(_SDPA_BACKENDS[library]):
         output = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2),
