@@ -987,7 +987,9 @@ def test_a_record_with_something_else_in_it_is_refused_by_file_and_place(
 
 def other_values(problem: Problem) -> dict[str, object]:
     """Another value of each field of a problem, by the field's name."""
-    other = {"dtype": Element.FP16, "causal": True, "return_lse": True, "softmax_scale": 0.5}
+    flags = dict.fromkeys(("causal", "return_lse", "sinks"), True)
+    bounds = {"window_left": 5, "window_right": 6}
+    other = {"dtype": Element.FP16, **flags, **bounds, "softmax_scale": 0.5, "softcap": 2.0}
     sizes = {f.name: 2 * getattr(problem, f.name) for f in fields(problem) if f.name not in other}
     return {f.name: other.get(f.name, sizes.get(f.name)) for f in fields(problem)}
 

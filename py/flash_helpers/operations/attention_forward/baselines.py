@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -66,7 +66,9 @@ def run(
     q, k, v = (tensors[name] for name in "qkv")
     if library in PACKAGES:
         module = importlib.import_module(PACKAGES[library].module)
-        options = {} if problem.has_usual_scale else {"softmax_scale": problem.softmax_scale}
+        options: dict[str, Any] = {}
+        if not problem.has_usual_scale:
+            options["softmax_scale"] = problem.softmax_scale
         if problem.has_window:
             bounds = (problem.window_left, problem.window_right)
             options["window_size"] = tuple(-1 if bound is None else bound for bound in bounds)
