@@ -102,6 +102,25 @@ class TestUnchanged:
         assert "registers" in out and "were not read again" not in out
 
 
+class TestRenew:
+    """The kernel is made from something else than in the baseline."""
+
+    def test_writes_what_kernels_are_made_from_if_no_figure_differs(self, capsys, baseline) -> None:
+        whole = baseline.read_text()
+        edit(baseline, add("registers", 0))
+        status, out, _ = run(capsys, baseline, "--renew")
+        assert (status, baseline.read_text()) == (0, whole)
+        assert out.endswith("now holds what they are made from\n")
+        assert "now holds" not in run(capsys, baseline, "--renew")[1]
+
+    @pytest.mark.parametrize(("amount", "status"), [(-1, 1), (1, 0)])
+    def test_writes_nothing_if_one_does(self, capsys, baseline, amount: int, status: int) -> None:
+        edit(baseline, add("registers", amount))
+        before = baseline.read_text()
+        assert run(capsys, baseline, "--renew")[0] == status
+        assert baseline.read_text() == before
+
+
 class TestCompiler:
     def test_another_is_refused_with_the_ways_out(self, capsys, baseline) -> None:
         edit(baseline, newer_compiler)

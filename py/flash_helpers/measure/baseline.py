@@ -338,6 +338,11 @@ class Comparison:
         return [difference for difference in self.differences if not difference.is_worse]
 
     @property
+    def is_same(self) -> bool:
+        """Whether both sides have the same kernels and figures."""
+        return not (self.differences or self.missing or self.new)
+
+    @property
     def passes(self) -> bool:
         """True if something was compared, nothing got worse and no kernel is missing."""
         return self.compared > 0 and not self.worse and not self.missing
