@@ -8,22 +8,26 @@ import random
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exported_calls import Planned, Values, by_config, draw, evaluate
+from general_hopper import WITH_OPTIONS, GeneralConfig, general
 from two_kernels import TOY_FAMILY
 
 from flash_helpers.export.c_header import c_header
 from flash_helpers.export.description import description
 from flash_helpers.export.launches import LaunchFormula, launch_formula
 from flash_helpers.kernel_configs import FAMILIES, Config, Element
+from flash_helpers.operations.attention_forward.supports import WINDOW, AttentionSupports
+from flash_helpers.registry.call import Call
 from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 
 _LAST = {name: family.progression()[-1] for name, family in FAMILIES.items()}
-CONFIGS: Mapping[str, Config] = {
+CONFIGS: dict[str, Config] = {
     **_LAST,
     "any stride": _LAST["overlap"].replace(static_row_stride=0),
     "one tile per block": HOPPER.fixed_config(HOPPER.steps["h1"], Element.BF16),
@@ -34,6 +38,28 @@ CONFIGS: Mapping[str, Config] = {
     ),
     "two kernels": TOY_FAMILY.progression()[0],
 }
+
+
+class Windowed(GeneralConfig):
+    """A config whose kernel gets the bounds of a window, and takes no problem without one."""
+
+    @property
+    def supports(self) -> AttentionSupports:
+        window = frozenset({WINDOW})
+        return replace(
+            super().supports, abilities=super().supports.abilities | window, exact=window
+        )
+
+    def call(self, problem, strides, device) -> Call:
+        call = super().call(problem, strides, device)
+        (launch,) = call.launches
+        bounds = (problem.window_left, problem.window_right)
+        left, right = (-1 if bound is None else bound for bound in bounds)
+        values = {**launch.values, "head_group": (left,), "last_heads": (right,)}
+        return replace(call, launches=(replace(launch, values=values),))
+
+
+CONFIGS["window"] = Windowed(**general(WITH_OPTIONS).to_dict() | {"dtype": Element.BF16})
 FORMULAS = {
     (name, function): (config, kernel, function)
     for name, config in CONFIGS.items()
