@@ -36,7 +36,6 @@ from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.measure.origins import READERS, origins, readers_digest
 from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
-from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
@@ -84,7 +83,7 @@ def hmma_of_tile(config: Config) -> int:
     """mma.m16n8k16 of a warp for a block of K and V: Q @ K^T has B_r/n_warps rows, B_c columns and
     depth d_head; P @ V has d_head columns and depth B_c, and 8 columns more where it sums rows.
     wgmma takes all rows and columns at once."""
-    if config.family is HOPPER:
+    if not config.family.is_portable:
         return config.d_head // 16 + config.B_c // 16
     rows = config.B_r // config.n_warps
     columns = config.d_head + (8 if MMA_ROW_SUM in config.step.traits else 0)
@@ -413,6 +412,7 @@ class TestOrigins:
     )
     def test_differ_where_any_part_does(self, monkeypatch, change) -> None:
         config = config_from_short_form(V1)
+        monkeypatch.setattr(library, "is_built", lambda unit: True)
         before = origins([config], "sm_90")[config]
         change(monkeypatch, config)
         assert origins([config], "sm_90")[config] != before
