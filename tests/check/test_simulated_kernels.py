@@ -28,16 +28,17 @@ from flash_helpers.operations.attention_forward.reference import (
     attention_reference,
 )
 from flash_helpers.ptx import Phase, Run
-from flash_helpers.registry.hopper import HOPPER, HopperKernelConfig
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
+from flash_helpers.registry.wgmma import REPLAYS
 
 pytestmark = pytest.mark.slow
 
 COMMITTED = committed(OPERATION)
 PROGRESSION = attention_progression()
-# hopper's with the maximum of a tile's first block: rows that it does not fit are computed again,
+# those with the maximum of a tile's first block: rows that it does not fit are computed again,
 # which takes long and has a test of its own
-OPTIMISTIC = [step for step in HOPPER.steps.values() if step.number >= HOPPER.steps["h12"].number]
+OPTIMISTIC = [step for step in STEPS.values() if REPLAYS in step.traits]
 WITH_SIBLING = [config for config in PROGRESSION if len(config.siblings()) > 1]
 SUMMING = STEPS["o5"]  # whose l is P @ 1
 LAZY = next(
@@ -97,8 +98,7 @@ def blocks_of(config: Config) -> int:
     """The shortest sequence of two blocks of the longer kind and three of the shorter."""
     whole = config.supports.whole
     wanted = max(2 * whole, 3 * min(config.B_r, config.B_c))
-    if isinstance(config, HopperKernelConfig):
-        whole *= config.cluster_blocks
+    whole *= getattr(config, "cluster_blocks", 1)
     return -(-wanted // whole) * whole
 
 
@@ -153,7 +153,7 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
     total = run.counters.total
     tiles = problem.len_q // config.B_r * problem.heads * problem.batch
     blocks = len(config.key_blocks(problem.len_q))
-    products = total.wgmma if config.family is HOPPER else total.mma
+    products = total.mma if config.family.is_portable else total.wgmma
     assert products == tiles * config.n_warps * blocks * config.mma_per_key_block
     if MMA_ROW_SUM not in config.step.traits:
         assert total.mma_flops == problem.operations
