@@ -16,18 +16,23 @@ def new_seeds(count: int) -> range:
     return range(first, first + count)
 
 
+def check(seeds: range, **how: bool) -> None:
+    if found := faults(seeds, **how):
+        pytest.fail("\n".join(found), pytrace=False)
+
+
 def test_calls_are_taken_or_refused_in_words(monkeypatch):
     def compute_nothing(self: call.ReadyCall, *_: object) -> None:
         for x in self.outputs.values():
             x.zero_()
 
     monkeypatch.setattr(call.ReadyCall, "simulate", compute_nothing)
-    assert faults(new_seeds(500)) == []
+    check(new_seeds(500))
 
 
 @pytest.mark.matrix("overlap")  # attention() takes it on the CPU
 def test_calls_are_right_in_the_simulator_or_refused_in_words():
-    assert faults(new_seeds(500), has_values=True) == []
+    check(new_seeds(500), has_values=True)
 
 
 def test_a_seed_is_one_call():
