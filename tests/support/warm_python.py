@@ -9,6 +9,7 @@ hands over its words, folder, environment and streams, and ends as the program d
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ def serve(folder: str) -> None:
     """Fork for each client. Returns in a fork, whose program is then to run."""
     import torch  # noqa: F401
 
+    gc.freeze()  # forks share these pages of memory as long as no process writes to them
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(f"{folder}/{SOCKET}")
         listening.listen()
