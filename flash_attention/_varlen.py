@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -16,7 +18,8 @@ from flash_attention._forward import (
     _scale,
     attention,
 )
-from flash_helpers.runtime.tensors import check_types
+from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.runtime.tensors import check_types, constant_call, element_of, posed_problem
 
 _AXES = ("total", "heads", "d_head")
 
@@ -78,17 +81,19 @@ def _compute(
     softmax_scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = _new_outputs(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse)
+    options: dict[str, Any] = {"causal": causal, "softcap": softcap}
+    options["softmax_scale"] = softmax_scale
+    bounds = {"window_left": window_left, "window_right": window_right}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    o, lse = _new_outputs(q, k, v, lengths, return_lse, **options, **bounds)
     queries = _sequences("q", q, cu_seqlens_q, max_seqlen_q)
     keys = _sequences("k", k, cu_seqlens_k, max_seqlen_k)
     left, right = (-1 if bound is None else bound for bound in (window_left, window_right))
     for own, seen in zip(queries, keys, strict=True):
         found = attention(
             *(q[None, own], k[None, seen], v[None, seen]),
-            causal=causal,
             window_size=(left, right),
-            softcap=softcap,
-            softmax_scale=softmax_scale,
+            **options,
             return_lse=return_lse,
         )
         if return_lse:
@@ -113,29 +118,34 @@ def _fake(
     softmax_scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _new_outputs(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse)
+    options: dict[str, Any] = {"causal": causal, "softcap": softcap}
+    options["softmax_scale"] = softmax_scale
+    bounds = {"window_left": window_left, "window_right": window_right}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _new_outputs(q, k, v, lengths, return_lse, **options, **bounds)
 
 
 def _new_outputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens: Mapping[str, torch.Tensor],
     return_lse: bool,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check all that is known without the values of the lengths; return memory for o and the LSE,
     which has no elements if it is not asked for."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    qkv = {"q": q, "k": k, "v": v}
+    for name, x in qkv.items():
         if x.ndim != len(_AXES):
             raise ValueError(
                 f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: pass ({', '.join(_AXES)})"
             )
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}: total and heads must be equal"
-        )
-    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    as_one = {name: x[None] for name, x in qkv.items()}  # a batch of one sequence of all rows
+    if constant_call(AttentionForward, None, as_one, **options) is None:
+        element = element_of("q", q, AttentionForward.elements)
+        posed_problem(AttentionForward, element, as_one, **options)
+    for name, lengths in cu_seqlens.items():
         if lengths.dtype is not torch.int32:
             raise TypeError(f"{name} is {lengths.dtype}: convert it with .to(torch.int32)")
         if lengths.device != q.device:
@@ -149,7 +159,8 @@ def _new_outputs(
             )
         if not lengths.is_contiguous():
             raise ValueError(f"{name} has stride {lengths.stride(0)}: call .contiguous()")
-    sizes = cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]  # len() would be one number to a tracer
+    # len() would be one number to a tracer
+    sizes = tuple(lengths.shape[0] for lengths in cu_seqlens.values())
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"cu_seqlens_k has {sizes[1]} elements and cu_seqlens_q {sizes[0]}: pass batch + 1 in "

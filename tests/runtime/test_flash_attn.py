@@ -382,18 +382,33 @@ class TestLengths:
         self.refused(error, message.format(name), **{name: value})
         assert zeros == []
 
-    def test_tensors_of_another_shape(self, zeros):
-        self.refused(
-            ValueError, r"q has 4 dimensions.*pass \(total, heads, d_head\)", ones(1, 5, 2, 128)
-        )
-        self.refused(ValueError, r"v has shape \(4, 2, 128\) and k \(5, 2,", v=ones(4, 2, 128))
-        self.refused(TypeError, "v is a NoneType", v=None)
-        self.refused(
-            ValueError,
-            "heads 2 is not a multiple of kv_heads 3",
-            k=ones(5, 3, 128),
-            v=ones(5, 3, 128),
-        )
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            (
+                {"q": ones(1, 5, 2, 128)},
+                ValueError,
+                r"q has 4 dimensions.*\(total, heads, d_head\)",
+            ),
+            (
+                {"v": ones(4, 2, 128)},
+                ValueError,
+                r"v has shape .*: batch, seq and heads must be eq",
+            ),
+            ({"v": None}, TypeError, "v is a NoneType"),
+            ({"k": ones(5, 3, 128), "v": ones(5, 3, 128)}, ValueError, "heads 2 is not a multiple"),
+            ({"k": ones(5, 2, 64)}, ValueError, "k has shape .*: batch and d_head must be equal"),
+            ({"k": ones(5, 2, 128).to("meta")}, ValueError, "k is on meta and q on cpu: move them"),
+            ({"v": ones(5, 2, 128).half()}, TypeError, r"v is torch\.float16 and .*bfloat16"),
+            ({"q": ones(5, 2, 128).int()}, TypeError, r"q is torch\.int32 and the kernels take"),
+        ],
+    )
+    @pytest.mark.parametrize("lengths", [(2, 3), (0, 0)])
+    def test_tensors_that_do_not_fit(self, zeros, changes, error, message, lengths):
+        begins = cumulative(*lengths)
+        given = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, **changes}
+        self.refused(error, message, **given)
+        assert zeros == []
 
     def test_of_no_sequence_at_all(self, zeros):
         q, none = ones(0, 2, 128), cumulative()
