@@ -15,6 +15,7 @@ struct OverlapKernelConfig {
     int n_warps;
     int static_row_stride; // in elements; 0 = read from the arguments
     bool lse; // adds up P in fp32 for an LSE
+    bool causal; // a causal mask, aligned to the bottom right
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }

@@ -307,8 +307,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         key -= B_c;
     } while (key >= 0);
 
-    float *head_lse = args.lse + (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * args.len_q;
     // 6. LSE = (m + log2(l)) · ln(2), registers → global; O = O / l, registers → shared
+    float *head_lse = args.lse + (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * args.len_q;
     __syncwarp(); // O takes the place of this warp's own rows of Q
     const uint32_t O_smem = Q_smem;
     // Row g of 8 has chunk n of a row at n ^ g. So n flips the bits of g · 16 in the lane's own

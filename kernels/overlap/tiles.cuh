@@ -36,6 +36,20 @@ kv_head_gmem(const void *tensor, const TensorStrides &strides, int heads_per_kv)
            blockIdx.y / heads_per_kv * strides.head;
 }
 
+// The indices of block and thread, read anew. What follows from the usual ones would be computed
+// before a loop, and would take registers in it; the loops here have none left.
+__device__ __forceinline__ int block_index_anew() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+
+__device__ __forceinline__ int thread_index_anew() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 // The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
 // mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
 // The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers

@@ -39,7 +39,7 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element
 
-FLAGS = ("lse",)  # of a config, for which kernels are compiled
+FLAGS = ("lse", "causal")  # of a config, for which kernels are compiled
 
 ARGUMENTS = StructLayout(
     "OverlapKernelArgs",
@@ -61,7 +61,8 @@ class OverlapKernelConfig(MmaSyncConfig):
 
     `B_r`, `B_c`: rows of a Q tile and of a K or V tile. `d_head`, `static_row_stride`: elements.
     `static_row_stride`: distance of two rows of the sequence; 0 is read at run time. `lse`: the
-    kernel can store an LSE, for which it adds up P before it is rounded.
+    kernel can store an LSE, for which it adds up P before it is rounded. `causal`: the kernel
+    masks, and takes causal problems alone.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -76,6 +77,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     n_warps: int = number("w")
     static_row_stride: int = number("rs", "in elements; 0 = read from the arguments", default=0)
     lse: bool = flag("lse", "adds up P in fp32 for an LSE", default=False)
+    causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
 
     @property
     def family(self) -> Family[Any]:
@@ -96,7 +98,14 @@ class OverlapKernelConfig(MmaSyncConfig):
         found = {SOFTMAX_SCALE, GROUPED_HEADS} if CALL_OPTIONS in self.step.traits else set()
         found |= {RETURN_LSE} if self.lse else set()
         base = super().supports
-        return replace(base, abilities=base.abilities | found)
+        return replace(base, abilities=base.abilities | found, causal=self.causal)
+
+    def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
+        """Return the blocks of keys that the tile of a query takes. There is one at least, though
+        all of it may be hidden."""
+        last_query = min((query // self.B_r + 1) * self.B_r, problem.len_q) - 1
+        last_key = max(problem.visible_keys(last_query).stop, 1) - 1
+        return self.key_blocks(last_key + 1)
 
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
         """Return the lengths, the sharing of heads and the scale."""
@@ -116,6 +125,7 @@ _BASE: Mapping[str, Any] = MappingProxyType(
         "n_warps": 4,
         "static_row_stride": PROGRESSION_ROW_STRIDE,
         "lse": False,
+        "causal": False,
     }
 )
 
@@ -145,6 +155,11 @@ def successor(text: str) -> str:
 
 def _file(number: int) -> str:
     return f"kernels/overlap/o{number}.cuh"
+
+
+def last_variants() -> tuple[OverlapKernelConfig, ...]:
+    """Return the last step's config in bf16 with every choice of flags."""
+    return OVERLAP.fixed_config([*OVERLAP.steps.values()][-1], Element.BF16).variants()
 
 
 OVERLAP = Family(
@@ -201,6 +216,12 @@ OVERLAP = Family(
             opens={"lse": (False,)},
             traits=frozenset({CALL_OPTIONS}),
         ),
+        StepEntry(
+            "causal",
+            "causal: a tile begins at the diagonal, and blocks behind it are never loaded",
+            _file(8),
+            opens={"causal": (False,)},
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"forward_kernel": ARGUMENTS}),
@@ -212,4 +233,5 @@ OVERLAP = Family(
     in_library=True,
     simulated_budget=11_000_000,
     matrix_budget=10_000_000,
+    also_listed=last_variants,
 )

@@ -205,6 +205,11 @@ FAULTS = {
         "o7", BF16, PROLOGUE, r"ld\.param\.f32",
         swap(r"ld\.param(\.f32\s+%f\d+), .*;", r"mov\1, 0f3F800000;"), quantity="m",
     ),
+    "o8: a visible key is hidden": Fault(
+        "o8", BF16, MAIN_LOOP, r"selp\.f32.*0fFF800000, ", swap(
+            r"(selp\.f32\s+%f\d+), %f\d+, 0fFF800000,", r"\1, 0fFF800000, 0fFF800000,"), nth(0),
+        quantity="m", options=CAUSAL,
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",

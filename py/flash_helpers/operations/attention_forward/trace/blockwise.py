@@ -35,6 +35,7 @@ from flash_helpers.registry.mma_sync import (
     MAX_GROWTH,
     MMA_K,
     MMA_ROW_SUM,
+    MmaSyncConfig,
 )
 from flash_helpers.registry.wgmma import (
     MAX_L,
@@ -196,12 +197,16 @@ def blockwise_forward(
         torch.tensor([of_row(i) for i in range(rows[2] * rows[3])]).view(*rows[2:], 1)
         for of_row in (
             lambda query: problem.visible_keys(query).start,
-            lambda query: problem.visible_keys(query).stop,
+            lambda query: _visible_end(config, problem, query),
             lambda query: config.own_key_blocks(problem, query)[0],
             lambda query: len(config.own_key_blocks(problem, query)),
             lambda query: config.first_keys(problem, query),
         )
     )
+    # m where no key was seen: the kernels on mma.sync begin with it
+    lowest = torch.finfo(torch.float32).min
+    if not isinstance(config, MmaSyncConfig):
+        lowest = NO_MAXIMUM * (exponent_scale / m_scale)
     sees_late = _first_of_warpgroup(end) <= first_block * config.B_c
     m = torch.full((*rows, 1), -torch.inf)
     l = torch.zeros(*rows, 1)  # noqa: E741
@@ -221,7 +226,8 @@ def blockwise_forward(
             scores = torch.tanh(scores * ((scale if folded else 1.0) / softcap))
             scores = scores if folded else scores * softcap
         scores = scores.masked_fill(hidden, -torch.inf)
-        block_m = scores.amax(-1, keepdim=True).clamp(NO_MAXIMUM) * (exponent_scale / m_scale)
+        block_m = scores.amax(-1, keepdim=True) * (exponent_scale / m_scale)
+        block_m = block_m.clamp(lowest)
         new_m = _new_maximum(config, m, block_m)
         if optimistic:
             new_m = torch.where(own_turn <= 0, block_m, torch.maximum(m, block_m))
@@ -250,6 +256,13 @@ def blockwise_forward(
         # a tile ends with all keys of P @ V, since one copy of that code serves any tile
         ends = taken & (own_turn == n_blocks - 1)
         yield _taken_by(config, step, taken, multiplied, multiplied | ends)
+
+
+def _visible_end(config: AttentionConfig, problem: AttentionForward, query: int) -> int:
+    """The end of the keys that a row counts. On mma.sync a causal row hides keys by its number
+    alone: past len_q, where it is not stored, it counts zeros behind the end of the keys."""
+    past = max(query + 1 - problem.len_q, 0) if isinstance(config, MmaSyncConfig) else 0
+    return problem.visible_keys(query).stop + (past if config.supports.causal else 0)
 
 
 def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:

@@ -162,8 +162,11 @@ class MmaRecorder(Recorder[MmaSyncConfig]):
     ) -> None:
         self._plan = _plan(config, kernel)
         super().__init__(config, problem)
-        # Blocks of keys that each warp has begun, (thread blocks, warps).
-        self._begun = np.zeros((self.n_tiles, config.n_warps), np.int64)
+        # Blocks of keys that each warp has begun or leaves out, (thread blocks, warps).
+        rows = range(0, self.n_row_blocks * config.B_r, config.B_r)
+        left_out = [len(self.key_blocks) - len(config.own_key_blocks(problem, n)) for n in rows]
+        begun = np.tile(left_out, self.n_tiles // self.n_row_blocks)
+        self._begun = np.repeat(begun[:, None], config.n_warps, axis=1)
 
     @property
     def observer(self) -> Observer:
@@ -183,8 +186,9 @@ class MmaRecorder(Recorder[MmaSyncConfig]):
             self._see_row(observation, "l", plan.row_sums[line])
 
     def _tiles(self, ids: np.ndarray) -> np.ndarray:
-        """The tiles of thread blocks."""
-        return (ids[:, 2] * self.problem.heads + ids[:, 1]) * self.n_row_blocks + ids[:, 0]
+        """The tiles of thread blocks; causal tiles of a head are walked backwards."""
+        rows = self.n_row_blocks - 1 - ids[:, 0] if self.config.supports.causal else ids[:, 0]
+        return (ids[:, 2] * self.problem.heads + ids[:, 1]) * self.n_row_blocks + rows
 
     def _warps(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
         """Tile and warp of each warp that takes part."""
