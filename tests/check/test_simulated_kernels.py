@@ -30,7 +30,7 @@ from flash_helpers.operations.attention_forward.reference import (
 from flash_helpers.ptx import Phase, Run
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
-from flash_helpers.registry.wgmma import REPLAYS
+from flash_helpers.registry.wgmma import PIECE, REPLAYS
 
 pytestmark = pytest.mark.slow
 
@@ -127,8 +127,9 @@ def strided(config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     return (q_at, k_at, v_at, o_at), rest
 
 
-# causal configs have tests of their own: their counts tell of blocks that are skipped
-@each(config for config in COMMITTED if not config.supports.causal)
+# causal configs have tests of their own: their counts tell of blocks that are skipped; all views
+# have one head size
+@each(c for c in COMMITTED if not c.supports.causal and c.supports.d_v is None)
 def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> None:
     d_head = config.supports.d_heads[0]
     inputs, references = mixed(
@@ -160,8 +161,9 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
     # Q and O once; K and V once for each block of queries
     tensor_bytes = problem.bytes // 4
     moved = total.global_bytes + total.tma_bytes
-    assert moved == (2 + 2 * problem.len_q // config.B_r) * tensor_bytes
-    assert (total.global_sectors + total.tma_sectors) * 32 == moved
+    if problem.d_head % PIECE == 0:  # else the boxes of TMA end beyond the columns
+        assert moved == (2 + 2 * problem.len_q // config.B_r) * tensor_bytes
+        assert (total.global_sectors + total.tma_sectors) * 32 == moved
     if getattr(config, "swizzled", True):  # from v2 on always
         assert total.bank_conflicts == 0
     else:

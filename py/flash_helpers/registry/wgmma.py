@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from flash_helpers import gpu
 from flash_helpers.gpu import Device
@@ -96,6 +96,9 @@ class WgmmaConfig(Config):
     issues its products. `causal`: the kernel masks, and takes causal problems alone.
     """
 
+    most_consumers: ClassVar[int] = 3
+    """Most warpgroups that compute."""
+
     dtype: Element
     d_head: int
     B_r: int
@@ -104,6 +107,11 @@ class WgmmaConfig(Config):
     V_slots: int
     ping_pong: bool
     causal: bool
+
+    @property
+    def v_columns(self) -> int:
+        """Head size of V and O."""
+        return self.d_head
 
     @property
     def consumers(self) -> int:
@@ -129,10 +137,10 @@ class WgmmaConfig(Config):
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block in bytes: the slots of Q, K and V, in the first step a
         tile of P, and the barriers."""
-        rows = (2 if Q_TWICE in self.step.traits else 1) * self.B_r
-        keys = (self.K_slots + self.V_slots) * self.B_c
+        rows = (2 if Q_TWICE in self.step.traits else 1) * self.B_r + self.K_slots * self.B_c
+        QK, V = rows * _in_pieces(self.d_head), self.V_slots * self.B_c * _in_pieces(self.v_columns)
         P = 0 if P_IN_REGISTERS in self.step.traits else self.B_r * self.B_c
-        return ((rows + keys) * self.d_head + P) * ELEMENT_BYTES + BARRIER_BYTES
+        return (QK + V + P) * ELEMENT_BYTES + BARRIER_BYTES
 
     @property
     def folds_scale(self) -> bool:
@@ -317,10 +325,11 @@ class WgmmaConfig(Config):
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
-        if self.B_r % WGMMA_M or not WGMMA_M <= self.B_r <= 3 * WGMMA_M:
+        rows = [n * WGMMA_M for n in range(1, self.most_consumers + 1)]
+        if self.B_r not in rows:
             raise ValueError(
-                f"B_r {self.B_r} is not {WGMMA_M} rows for each of 1 to 3 warpgroups: choose "
-                f"{WGMMA_M}, {2 * WGMMA_M} or {3 * WGMMA_M}"
+                f"B_r {self.B_r} is not {WGMMA_M} rows for each of 1 to {len(rows)} warpgroups: "
+                f"choose one of {', '.join(map(str, rows))}"
             )
         if self.B_c not in KEYS_OF_A_BLOCK:
             known = ", ".join(map(str, KEYS_OF_A_BLOCK))
@@ -343,8 +352,8 @@ class WgmmaConfig(Config):
         if self.causal and self._refusal_of_causal:
             raise ValueError(self._refusal_of_causal)
         # O, S and P of a thread; P is what S becomes, so that both are there at times
-        registers = (self.d_head + self.B_c + self.B_c // 2) // 2
-        most = {1: 255, 2: 240, 3: 160}[self.consumers]
+        registers = (self.v_columns + self.B_c + self.B_c // 2) // 2
+        most = {1: 255, 2: 240, 3: 160, 4: 112}[self.consumers]
         if registers + _OTHER_REGISTERS > most:
             raise ValueError(
                 f"B_c {self.B_c} with {self.consumers} warpgroups needs {registers} registers per "
@@ -358,15 +367,23 @@ _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 _RUNS_PER_REPLAYED_TILE = 40
 
 
+def _in_pieces(columns: int) -> int:
+    """Return the columns of whole pieces that hold so many."""
+    return -(-columns // PIECE) * PIECE
+
+
 def _tensor_map(
     name: str, problem: AttentionForward, strides: tuple[int, ...], rows: int
 ) -> TensorMap:
-    """Return boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece.
+    """Return boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece. Where the
+    last piece is not whole, a box is one piece of a row that is clipped.
 
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
-    batch, length, heads, d_head = problem.kv_shape if name in "kv" else problem.shape
-    sizes = (PIECE, length, d_head // PIECE, heads, batch)
+    (shape,) = (tensor.shape for tensor in problem.tensors if tensor.name == name)
+    batch, length, heads, columns = shape
+    width, pieces = (columns, 1) if columns % PIECE else (PIECE, columns // PIECE)
+    sizes = (width, length, pieces, heads, batch)
     of_batch, of_row, of_head, _ = strides
     in_elements = (of_row, PIECE, of_head, of_batch)
     return TensorMap(
@@ -374,6 +391,6 @@ def _tensor_map(
         problem.dtype,
         dims=sizes,
         strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
-        box=(PIECE, rows, 1 if name == "o" else d_head // PIECE, 1, 1),
+        box=(PIECE, rows, 1 if name == "o" else pieces, 1, 1),
         swizzle=PIECE * ELEMENT_BYTES,
     )

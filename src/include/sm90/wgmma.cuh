@@ -60,7 +60,7 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
     }
 }
 
-// The operands %0 … of 32 to 88 accumulators, as text and as constraints.
+// The operands %0 … of 32 to 128 accumulators, as text and as constraints.
 #define TEN(tens)                                                                           \
     "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens \
     "6, %" #tens "7, %" #tens "8, %" #tens "9"
@@ -70,6 +70,10 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
 #define NAMES_64 NAMES_40 ", " TEN(4) ", " TEN(5) ", %60, %61, %62, %63"
 #define NAMES_80 NAMES_40 ", " TEN(4) ", " TEN(5) ", " TEN(6) ", " TEN(7)
 #define NAMES_88 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES_96 NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128                                                                                 \
+    NAMES_96 ", %96, %97, %98, %99, " TEN(10) ", " TEN(11) ", %120, %121, %122, %123, %124, %125" \
+                                                           ", %126, %127"
 
 #define FOUR(r, i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
 #define EIGHT(r, i) FOUR(r, i), FOUR(r, i + 4)
@@ -79,6 +83,8 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
 #define FLOATS_64(r) FLOATS_48(r), EIGHT(r, 48), EIGHT(r, 56)
 #define FLOATS_80(r) FLOATS_64(r), EIGHT(r, 64), EIGHT(r, 72)
 #define FLOATS_88(r) FLOATS_80(r), EIGHT(r, 80)
+#define FLOATS_96(r) FLOATS_88(r), EIGHT(r, 88)
+#define FLOATS_128(r) FLOATS_96(r), EIGHT(r, 96), EIGHT(r, 104), EIGHT(r, 112), EIGHT(r, 120)
 
 // n: columns. count: accumulators. a, b, …: the operands after the accumulators, as %number.
 #define WGMMA_SS(n, count, type, a, b, accumulate, transposed)                            \
@@ -121,15 +127,21 @@ DEFINE_WGMMA_SS(160, 80, "%80", "%81", "%82", "%83")
 DEFINE_WGMMA_SS(176, 88, "%88", "%89", "%90", "%91")
 
 // The same with A in registers, and with B transposed as above: P @ V.
-template <DType kDType>
-__device__ __forceinline__ void wgmma(float (&D)[64], const uint32_t (&A)[4], uint32_t B,
-                                      bool accumulate_) {
-    if constexpr (kDType == DType::FP16) {
-        WGMMA_RS(128, 64, "f16", "%64", "%65", "%66", "%67", "%68", "%69");
-    } else {
-        WGMMA_RS(128, 64, "bf16", "%64", "%65", "%66", "%67", "%68", "%69");
+#define DEFINE_WGMMA_RS(n, count, a, b, c, d, B_, accumulate)                                    \
+    template <DType kDType>                                                                      \
+    __device__ __forceinline__ void wgmma(float (&D)[count], const uint32_t (&A)[4], uint32_t B, \
+                                          bool accumulate_) {                                    \
+        if constexpr (kDType == DType::FP16) {                                                   \
+            WGMMA_RS(n, count, "f16", a, b, c, d, B_, accumulate);                               \
+        } else {                                                                                 \
+            WGMMA_RS(n, count, "bf16", a, b, c, d, B_, accumulate);                              \
+        }                                                                                        \
     }
-}
+DEFINE_WGMMA_RS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+DEFINE_WGMMA_RS(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+DEFINE_WGMMA_RS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+DEFINE_WGMMA_RS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
+DEFINE_WGMMA_RS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef WGMMA_HIGH
 #undef TEN
@@ -139,6 +151,8 @@ __device__ __forceinline__ void wgmma(float (&D)[64], const uint32_t (&A)[4], ui
 #undef NAMES_64
 #undef NAMES_80
 #undef NAMES_88
+#undef NAMES_96
+#undef NAMES_128
 #undef FOUR
 #undef EIGHT
 #undef FLOATS_32
@@ -147,6 +161,9 @@ __device__ __forceinline__ void wgmma(float (&D)[64], const uint32_t (&A)[4], ui
 #undef FLOATS_64
 #undef FLOATS_80
 #undef FLOATS_88
+#undef FLOATS_96
+#undef FLOATS_128
 #undef WGMMA_SS
 #undef WGMMA_RS
 #undef DEFINE_WGMMA_SS
+#undef DEFINE_WGMMA_RS
