@@ -17,13 +17,17 @@ struct GeneralKernelConfig {
     int V_slots; // tiles of V in shared memory
     bool ping_pong; // one warpgroup at a time issues its products
     bool causal; // a causal mask, aligned to the bottom right
+    int cluster; // thread blocks that share the loads of K and V
+    int d_v; // head size of V and O; 0 for that of Q and K
     // fields:end
 
     constexpr int consumers() const { return B_r / 64; } // warpgroups
     constexpr int n_threads() const { return (consumers() + 1) * 128; } // and the producer's
-    // Two tiles of Q (later of O), K and V, then the barriers.
+    constexpr int v_columns() const { return d_v == 0 ? d_head : d_v; }
+    // Two tiles of Q (later of O), K and V in pieces of 64 columns, then the barriers.
     constexpr int smem_bytes() const {
-        return (2 * B_r + (K_slots + V_slots) * B_c) * d_head * int(sizeof(Element)) + 256;
+        const int of_K = (d_head + 63) / 64 * 128, of_V = (v_columns() + 63) / 64 * 128; // a row
+        return (2 * B_r + K_slots * B_c) * of_K + V_slots * B_c * of_V + 256;
     }
     friend auto operator<=>(const GeneralKernelConfig &, const GeneralKernelConfig &) = default;
 };

@@ -27,22 +27,21 @@
 
 namespace g1 {
 
-constexpr int kDHead = 128, kDPieces = kDHead / kPiece, kDSteps = kDHead / kWgmmaK;
+constexpr int kDSteps = 128 / kWgmmaK;
 constexpr int kFewKeys = 64; // of block 0, for a warpgroup that sees no more of them
 
 template <typename Config>
 struct Tile {
     static constexpr GeneralKernelConfig cfg = Config::value;
     static constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kPVSteps = B_c / kWgmmaK;
-    static constexpr int kQSlots = 2, kConsumers = B_r / kWgmmaM; // warpgroups that compute
+    static constexpr int kBlocks = kClusterBlocks, kQSlots = 2;
+    static constexpr int kConsumers = B_r / kWgmmaM; // warpgroups that compute
     static constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
     static constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
     // Most blocks that only others see: they keep their slots while a warpgroup waits for the next.
-    static constexpr int kMostUnseen =
-        cfg.causal ? (kClusterBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
+    static constexpr int kMostUnseen = cfg.causal ? (kBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
     static constexpr bool kFew = cfg.causal && B_c == 2 * kFewKeys;
-    static constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
-    static constexpr uint32_t kKVBytes = kDPieces * piece_bytes(B_c);
+    static constexpr int kDHead = 128, kDV = kDHead;
     static_assert(cfg.d_head == kDHead, "the kernel is written for d_head 128");
     static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
 };
@@ -134,7 +133,7 @@ struct Consumer {
     const GeneralKernelArgs &args;
     const Scheduler<T> &scheduler;
     Memory<T> smem;
-    float (&O_rmem)[kDHead / 2], (&S_rmem)[T::B_c / 2];
+    float (&O_rmem)[T::kDV / 2], (&S_rmem)[T::B_c / 2];
     uint32_t (&P_rmem)[T::kPVSteps][4];
     float (&m)[2], (&l)[2], (&O_m)[2], (&O_l)[2]; // of S and of O
 
@@ -363,7 +362,7 @@ struct Consumer {
                 place.head += scheduler.rank * scheduler.apart.head;
                 return place;
             };
-            exact_tiles<T::cfg.dtype, kDHead, T::kEdges, T::cfg.causal, kClusterBlocks>(
+            exact_tiles<T::cfg.dtype, T::kDHead, T::kEdges, T::cfg.causal, kClusterBlocks>(
                 args, again, place_of, args.scale);
         }
     }
@@ -392,7 +391,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         return;
     }
     take_registers<T::kConsumers == 3 ? 160 : T::cfg.causal ? 232 : 240>(); // in all 65536 at most
-    float O_rmem[kDHead / 2], S_rmem[T::B_c / 2], m[2], l[2], O_m[2] = {}, O_l[2] = {};
+    float O_rmem[T::kDV / 2], S_rmem[T::B_c / 2], m[2], l[2], O_m[2] = {}, O_l[2] = {};
     uint32_t P_rmem[T::kPVSteps][4];
     Consumer<T>{args, scheduler, smem, O_rmem, S_rmem, P_rmem, m, l, O_m, O_l}.run();
 }

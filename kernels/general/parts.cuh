@@ -1,6 +1,6 @@
 #pragma once
 // Parts of the family's kernels that no step is about: slots of tiles in shared memory, which are
-// filled for both thread blocks of a cluster and emptied by their warps; P as an operand.
+// filled for all thread blocks of a cluster and emptied by their warps; P as an operand.
 
 #include <cuda.h>
 
@@ -17,10 +17,33 @@
 
 constexpr int kWarpRows = kWgmmaM / 4;
 
-// kSlots slots of kBytes each, in turn, with a barrier that says full and one that says empty for
-// each. A role has a copy, whose ring is at the slot that the role comes to next.
-template <int kSlots, uint32_t kBytes>
+// Begins to load the rows of a tile at `place`, from a column on: of its piece, or of all. Into
+// each thread block whose bit is set in `blocks`, if given.
+__device__ __forceinline__ void load_columns(uint32_t tile_smem, const CUtensorMap &tensor,
+                                             uint32_t barrier, int column, TilePlace place) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(tile_smem),
+                 "l"(&tensor), "r"(barrier), "r"(column), "r"(place.row), "r"(0), "r"(place.head),
+                 "r"(place.batch)
+                 : "memory");
+}
+__device__ __forceinline__ void load_columns(uint32_t tile_smem, const CUtensorMap &tensor,
+                                             uint32_t barrier, int column, TilePlace place,
+                                             uint16_t blocks) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(tile_smem),
+                 "l"(&tensor), "r"(barrier), "r"(column), "r"(place.row), "r"(0), "r"(place.head),
+                 "r"(place.batch), "h"(blocks)
+                 : "memory");
+}
+
+// kSlots slots of tiles (kRows, kColumns), in turn, with a barrier that says full and one that says
+// empty for each. A role has a copy, whose ring is at the slot that the role comes to next.
+// kBlocks: thread blocks of the cluster.
+template <int kSlots, int kRows, int kColumns, int kBlocks>
 struct Slots {
+    static constexpr int kPieces = (kColumns + kPiece - 1) / kPiece;
+    static constexpr uint32_t kBytes = kPieces * piece_bytes(kRows);
     static constexpr uint32_t kAllBytes = kSlots * kBytes;
     static constexpr uint32_t kBarriersBytes = 2 * kSlots * kBarrierBytes;
     uint32_t tiles, full, empty; // addresses
@@ -56,22 +79,61 @@ struct Slots {
     }
     // The next tile, once the slot is empty in each block, into the same slot of each.
     __device__ __forceinline__ void load(const CUtensorMap &tensor, TilePlace place) {
-        tma_load_slots<kBytes>(ring, full, empty, tiles, tensor, place);
+        wait_empty();
+        expect(kBytes);
+        copy(tensor, place, (1 << kBlocks) - 1);
+        ring.advance();
     }
-    // Each thread block's own tile, the first at `place`, the next one `apart` from it, and the
-    // place itself. If there is no tile (row -1), only the place is sent.
+    // Each block's own tile, the first at `place`, the next one `apart` from it, and the place
+    // itself. If there is no tile (row -1), only the place is sent.
     __device__ __forceinline__ void load_with_places(const CUtensorMap &tensor, TilePlace place,
                                                      TilePlace apart, uint32_t places) {
-        tma_load_with_places<kBytes>(ring, full, empty, tiles, tensor, place, apart, places);
+        wait_empty();
+        const bool has_tile = place.row >= 0;
+        for (int block = 0; block < kBlocks; ++block) {
+            const uint32_t barrier = in_block(ring.barrier(full), block);
+            cluster_barrier_expect(barrier, has_tile ? kPlaceBytes + kBytes : kPlaceBytes);
+            send_place(in_block(places + ring.slot * kPlaceBytes, block), place, barrier);
+            if (has_tile) {
+                copy(tensor, place, 1 << block);
+            }
+            place.row += has_tile ? apart.row : 0;
+            place.head += apart.head;
+        }
+        ring.advance();
+    }
+
+  private:
+    __device__ __forceinline__ void expect(uint32_t bytes) const {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            cluster_barrier_expect(in_block(ring.barrier(full), block), bytes);
+        }
+    }
+    // Begins to copy a tile into the blocks whose bit is set. One copy takes all pieces of 64
+    // columns. If the last is not whole, each is copied alone, and columns past the end are zeros.
+    __device__ __forceinline__ void copy(const CUtensorMap &tensor, TilePlace place,
+                                         uint16_t blocks) const {
+        constexpr int kCopies = kColumns % kPiece == 0 ? 1 : kPieces;
+        const uint32_t tile = tiles + ring.slot * kBytes, barrier = ring.barrier(full);
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            if constexpr (kBlocks == 1) {
+                load_columns(tile + i * piece_bytes(kRows), tensor, barrier, i * kPiece, place);
+            } else {
+                load_columns(tile + i * piece_bytes(kRows), tensor, barrier, i * kPiece, place,
+                             blocks);
+            }
+        }
     }
 };
 
 // Shared memory, and the slots that a role comes to next. T: the sizes of a step's tiles.
 template <typename T>
 struct Memory {
-    Slots<T::kQSlots, T::kQBytes> Q; // (kQSlots, B_r, d_head)
-    Slots<T::cfg.K_slots, T::kKVBytes> K; // (K_slots, B_c, d_head)
-    Slots<T::cfg.V_slots, T::kKVBytes> V; // (V_slots, B_c, d_head)
+    Slots<T::kQSlots, T::B_r, T::kDHead, T::kBlocks> Q;
+    Slots<T::cfg.K_slots, T::B_c, T::kDHead, T::kBlocks> K;
+    Slots<T::cfg.V_slots, T::B_c, T::kDV, T::kBlocks> V;
     uint32_t places; // one per slot of Q
 
     __device__ __forceinline__ Memory(uint32_t smem)
@@ -81,7 +143,7 @@ struct Memory {
 
     // A slot is empty when all warps that compute have given it back.
     __device__ __forceinline__ void init_barriers() const {
-        constexpr int kReaders = kClusterBlocks * T::kConsumers * kWarpgroup / 32;
+        constexpr int kReaders = T::kBlocks * T::kConsumers * kWarpgroup / 32;
         Q.init_barriers(kReaders);
         K.init_barriers(kReaders);
         V.init_barriers(kReaders);
@@ -103,4 +165,53 @@ __device__ __forceinline__ bool pack_rows(uint32_t (&P_rmem)[kSteps][4],
         }
     }
     return kCount < 8 * kSteps;
+}
+
+// Rounds O of the 16 rows of a warp to 16 bits and stores it through rows of a tile in shared
+// memory that no other warp uses: store_rows of sm90/arguments.cuh for any kColumns, the last of
+// which are clipped where they end within a piece.
+template <DType kDType, int B_r, int kColumns>
+__device__ __forceinline__ void store_columns(const GeneralKernelArgs &args, TilePlace place,
+                                              uint32_t tile_smem, int warp_row,
+                                              const float (&O_rmem)[kColumns / 2]) {
+    constexpr int kPieces = (kColumns + kPiece - 1) / kPiece;
+    constexpr bool kWhole = kColumns % kPiece == 0;
+#pragma unroll
+    for (int k = 0; k < kColumns / kWgmmaK; ++k) {
+        uint32_t packed[4];
+        pack_fragment<kDType>(packed, O_rmem, k);
+        store_fragment<B_r>(tile_smem, warp_row, k, packed);
+    }
+    fence_async_proxy();
+    __syncwarp(); // one lane stores the rows that all lanes have written
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
+                         "[%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&args.O),
+                         "r"(tile_smem + i * piece_bytes(B_r) + warp_row * kRowBytes),
+                         "r"(kWhole ? 0 : i * kPiece), "r"(place.row + warp_row),
+                         "r"(kWhole ? i : 0), "r"(place.head), "r"(place.batch)
+                         : "memory");
+        }
+        tma_store_commit();
+    }
+}
+
+// The 16 rows of a warp that begin at place_of(tile), computed again, for each tile n of a thread
+// block whose bit n % 32 is set: exact_tiles of sm90/exact_rows.cuh for a d_v of its own.
+template <typename T, typename PlaceOf>
+__device__ __forceinline__ void compute_again(const GeneralKernelArgs &args, uint32_t bits,
+                                              PlaceOf &&place_of) {
+    constexpr int kTiles = 2;
+    for (int tile = blockIdx.x / T::kBlocks, n = -1; tile < args.tiles;
+         tile += T::cfg.causal ? 1 : gridDim.x / T::kBlocks) {
+        if (took_tile<T::cfg.causal, T::kBlocks>(tile, args) && bits >> ++n % 32 & 1) {
+#pragma unroll 1
+            for (int col = 0; col < T::kDV; col += kTiles * kMmaN) {
+                exact_columns<T::cfg.dtype, T::kDHead, kTiles, T::kEdges>(args, place_of(tile),
+                                                                          args.scale, col);
+            }
+        }
+    }
 }

@@ -33,6 +33,9 @@ _MEANINGS: Mapping[str, str] = {
     "K_slots": "on [wgmma](#wgmma): [tiles](#tile) of K in shared memory, a [ring](#ring)",
     "V_slots": "the same for V, on wgmma",
     "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
+    "cluster": "[thread blocks](#thread-block) of a [cluster](#cluster), which share the loads of "
+    "K and V; 2 without this part",
+    "d_v": "head size of V and O; that of Q and K without this part",
     "causal": "a causal mask, aligned to the bottom right: the last query sees all keys",
 }
 

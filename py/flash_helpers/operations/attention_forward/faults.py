@@ -349,6 +349,14 @@ FAULTS = {
         "g1", BF16, EPILOGUE, r"mov\.u32.*, -1;", swap("-1;", "0;"), nth(0), DeadlockError,
         "wait_for_turn<T::cfg.ping_pong>(warpgroup)",
     ),
+    "g2: what the other block of the cluster reads is not waited for": Fault(
+        "g2", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "8;"), slice(1, None, 2),
+        MbarrierError, "cluster_barrier_arrive(in_block(ring.barrier(empty), 0))",
+    ),
+    "g3: a tile is waited for as if it had half of the columns": Fault(
+        "g3", BF16, EPILOGUE, r"mov\.u32.*, 32768;", swap("32768", "16384"), nth(0), DeadlockError,
+        "wait_for_turn<T::cfg.ping_pong>(warpgroup)",
+    ),
 }  # fmt: skip
 
 
