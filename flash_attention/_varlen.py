@@ -36,6 +36,7 @@ def varlen_attention(
     causal: bool = False,
     window_size: tuple[int, int] = _ALL_KEYS,
     softcap: float = _NO_SOFTCAP,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +47,7 @@ def varlen_attention(
         cu_seqlens_k. A sequence may have no queries or no keys.
     cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on the device of q.
     max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
+    sinks: (heads,), as for `attention`.
 
     Returns o, with the shape of q; with return_lse (o, lse), where lse is (heads, total_q), fp32.
     On CPU tensors the sequences are computed one by one.
@@ -61,8 +63,8 @@ def varlen_attention(
     _check_flag("causal", causal)
     _check_flag("return_lse", return_lse)
     longest = max_seqlen_q, max_seqlen_k
-    options = *(_options(window_size, softcap, None) or (None, None, 0.0)), _scale(softmax_scale)
-    o, lse = _varlen(q, k, v, *lengths.values(), *longest, causal, *options, return_lse)
+    options = *(_options(window_size, softcap, sinks) or (None, None, 0.0)), _scale(softmax_scale)
+    o, lse = _varlen(q, k, v, *lengths.values(), sinks, *longest, causal, *options, return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -72,6 +74,7 @@ def _compute(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    sinks: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
@@ -85,7 +88,7 @@ def _compute(
     options["softmax_scale"] = softmax_scale
     bounds = {"window_left": window_left, "window_right": window_right}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    o, lse = _new_outputs(q, k, v, lengths, return_lse, **options, **bounds)
+    o, lse = _new_outputs(q, k, v, sinks, lengths, return_lse, **options, **bounds)
     queries = _sequences("q", q, cu_seqlens_q, max_seqlen_q)
     keys = _sequences("k", k, cu_seqlens_k, max_seqlen_k)
     left, right = (-1 if bound is None else bound for bound in (window_left, window_right))
@@ -93,6 +96,7 @@ def _compute(
         found = attention(
             *(q[None, own], k[None, seen], v[None, seen]),
             window_size=(left, right),
+            sinks=sinks,
             **options,
             return_lse=return_lse,
         )
@@ -109,6 +113,7 @@ def _fake(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    sinks: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
@@ -122,13 +127,14 @@ def _fake(
     options["softmax_scale"] = softmax_scale
     bounds = {"window_left": window_left, "window_right": window_right}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return _new_outputs(q, k, v, lengths, return_lse, **options, **bounds)
+    return _new_outputs(q, k, v, sinks, lengths, return_lse, **options, **bounds)
 
 
 def _new_outputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     cu_seqlens: Mapping[str, torch.Tensor],
     return_lse: bool,
     **options: Any,
@@ -142,6 +148,8 @@ def _new_outputs(
                 f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: pass ({', '.join(_AXES)})"
             )
     as_one = {name: x[None] for name, x in qkv.items()}  # a batch of one sequence of all rows
+    if sinks is not None:
+        as_one["sinks"] = sinks
     if constant_call(AttentionForward, None, as_one, **options) is None:
         element = element_of("q", q, AttentionForward.elements)
         posed_problem(AttentionForward, element, as_one, **options)
@@ -205,8 +213,8 @@ def _sequences(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: int) -
 
 _varlen = _define(
     "varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, {_WINDOWED}, bool return_lse) "
-    "-> (Tensor, Tensor)",
+    "Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, "
+    f"{_WINDOWED}, bool return_lse) -> (Tensor, Tensor)",
     _compute,
     _fake,
 )

@@ -318,7 +318,7 @@ class TestTracing:
     def test_the_operator_is_what_torch_expects_of_one(self, zeros):
         q, begins = ones(5, 2, 128), cumulative(2, 3)
         for return_lse in (False, True):
-            given = q, q, q, begins, begins, 9, 9, True, 3, None, 0.0, None, return_lse
+            given = q, q, q, begins, begins, None, 9, 9, True, 3, None, 0.0, None, return_lse
             torch.library.opcheck(torch.ops.flash_attention.varlen.default, given)
 
     def test_functions_of_one_length_are_the_operator_of_attention(self, zeros):
