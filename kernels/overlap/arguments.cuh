@@ -36,4 +36,5 @@ struct OverlapKernelArgs {
     int len_k, len_q, heads_per_kv;
     float scale; // log2(e) · softmax_scale
     float *lse; // (batch, heads, len_q), or null
+    const Element *sinks; // (heads), or null
 };

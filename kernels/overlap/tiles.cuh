@@ -2,11 +2,11 @@
 // Tiles of the overlap family from o6 on: their place in shared memory, the fragments of mma in it,
 // and a product of fragments.
 
+#include "elements.cuh"
 #include "kernels/overlap/arguments.cuh"
 #include "mma.cuh"
 
 constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
-constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kPiece = 64; // columns of a piece: rows of 128 bytes, all 32 banks once
 constexpr int kThreadsPerRow = kPiece / kChunk;
 

@@ -30,8 +30,9 @@ Kernel o5_bf16_d128_Br128_Bc64_w4_rs2048_kernel();
 Kernel o6_fp16_d128_Br128_Bc64_w4_kernel();
 Kernel o6_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o7_bf16_d128_Br128_Bc64_w4_kernel();
-Kernel o8_fp16_d128_Br128_Bc64_w4_kernel();
 Kernel o8_bf16_d128_Br128_Bc64_w4_kernel();
+Kernel o9_fp16_d128_Br128_Bc64_w4_kernel();
+Kernel o9_bf16_d128_Br128_Bc64_w4_kernel();
 
 inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels = {
     {{.overlap = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
@@ -91,11 +92,14 @@ inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels 
     {{.overlap = 7, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 0, .lse = false, .causal = false},
      {o7_bf16_d128_Br128_Bc64_w4_kernel()}},
-    {{.overlap = 8, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .static_row_stride = 0, .lse = false, .causal = false},
-     {o8_fp16_d128_Br128_Bc64_w4_kernel()}},
     {{.overlap = 8, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 0, .lse = false, .causal = false},
      {o8_bf16_d128_Br128_Bc64_w4_kernel()}},
+    {{.overlap = 9, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
+      .static_row_stride = 0, .lse = false, .causal = false},
+     {o9_fp16_d128_Br128_Bc64_w4_kernel()}},
+    {{.overlap = 9, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
+      .static_row_stride = 0, .lse = false, .causal = false},
+     {o9_bf16_d128_Br128_Bc64_w4_kernel()}},
 };
 // clang-format on

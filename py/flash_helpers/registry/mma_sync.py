@@ -52,6 +52,7 @@ LAZY_RESCALE = "lazy_rescale"  # m, l and O only follow a row's maximum that gro
 MMA_ROW_SUM = "mma_row_sum"  # l is P @ 1: the tensor cores add up the rows of P
 TWO_BUFFERS = "two_buffers"  # each for K and V in shared memory
 CALL_OPTIONS = "call_options"  # softmax_scale and grouped heads come with the call
+SINK_LOGITS = "sink_logits"  # sinks come with the call
 RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 
 RUNS_PER_TILE = 8  # loops inside the pass over a tile of K and V are unrolled: once is enough
@@ -208,8 +209,9 @@ class MmaSyncConfig(Config):
         (layout,) = self.family.kernels.values()
         pointers = {name.upper(): name for name in "qkvo"}
         pointers |= {"lse": "lse"} if problem.return_lse else {}
+        pointers |= {"sinks": "sinks"} if problem.sinks else {}
         batch_bytes = {
-            tensor.name: strides[tensor.name][0] * tensor.element.bytes
+            tensor.name: strides[tensor.name][0] * tensor.element.bytes * ("batch" in tensor.axes)
             for tensor in problem.tensors
             if tensor.name in pointers.values()
         }

@@ -18,11 +18,12 @@ from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.supports import (
     GROUPED_HEADS,
     RETURN_LSE,
+    SINKS,
     SOFTMAX_SCALE,
     AttentionSupports,
 )
 from flash_helpers.registry.call import FLOAT, INT, POINTER, STRIDES, StructLayout
-from flash_helpers.registry.config import element, flag, number
+from flash_helpers.registry.config import differing_fields, element, flag, number
 from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     CALL_OPTIONS,
@@ -33,6 +34,7 @@ from flash_helpers.registry.mma_sync import (
     PIECES,
     PROGRESSION_ROW_STRIDE,
     RAGGED,
+    SINK_LOGITS,
     TARGETS,
     TWO_BUFFERS,
     MmaSyncConfig,
@@ -49,7 +51,7 @@ ARGUMENTS = StructLayout(
             **{f"{name}_strides": STRIDES for name in "QKVO"},
             **dict.fromkeys(("len_k", "len_q", "heads_per_kv"), INT),
             "scale": FLOAT,
-            "lse": POINTER,
+            **dict.fromkeys(("lse", "sinks"), POINTER),
         }
     ),
 )
@@ -97,6 +99,7 @@ class OverlapKernelConfig(MmaSyncConfig):
         """As those of the base; flags of the config add to them."""
         found = {SOFTMAX_SCALE, GROUPED_HEADS} if CALL_OPTIONS in self.step.traits else set()
         found |= {RETURN_LSE} if self.lse else set()
+        found |= {SINKS} if SINK_LOGITS in self.step.traits else set()
         base = super().supports
         return replace(base, abilities=base.abilities | found, causal=self.causal)
 
@@ -157,9 +160,11 @@ def _file(number: int) -> str:
     return f"kernels/overlap/o{number}.cuh"
 
 
-def last_variants() -> tuple[OverlapKernelConfig, ...]:
-    """Return the last step's config in bf16 with every choice of flags."""
-    return OVERLAP.fixed_config([*OVERLAP.steps.values()][-1], Element.BF16).variants()
+def last_variants() -> list[OverlapKernelConfig]:
+    """Return the last step's config in bf16 with each flag alone, and with all."""
+    own = OVERLAP.fixed_config([*OVERLAP.steps.values()][-1], Element.BF16)
+    *fewer, every = own.variants()
+    return [*(c for c in fewer if len(differing_fields(c, own)) < 2), every]
 
 
 OVERLAP = Family(
@@ -221,6 +226,12 @@ OVERLAP = Family(
             "causal: a tile begins at the diagonal, and blocks behind it are never loaded",
             _file(8),
             opens={"causal": (False,)},
+        ),
+        StepEntry(
+            "sinks",
+            "sinks: one more logit per head, which only the row sums see",
+            _file(9),
+            traits=frozenset({SINK_LOGITS}),
         ),
     ),
     targets=TARGETS,

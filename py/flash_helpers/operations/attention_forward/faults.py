@@ -210,6 +210,11 @@ FAULTS = {
             r"(selp\.f32\s+%f\d+), %f\d+, 0fFF800000,", r"\1, 0fFF800000, 0fFF800000,"), nth(0),
         quantity="m", options=CAUSAL,
     ),
+    "o9: rows have a sink that no call brought": Fault(
+        "o9", BF16, EPILOGUE, r"ex2\.approx",
+        swap(r"ex2\S+\s+(%f\d+), .*", r"mov.f32 \1, 0f40000000;"), slice(1, None, 2),
+        quantity="output",
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",
