@@ -142,8 +142,13 @@ MODELS = {
         _decoder("Mistral", sliding_window=_WINDOW), options=_causal(window_left=_WINDOW - 1)
     ),
     "GPT-OSS": Model(
-        # all experts of each token: rounding does not choose others
-        _decoder("GptOss", **_ALTERNATING, num_local_experts=2, num_experts_per_tok=2),
+        _decoder(
+            "GptOss",
+            **_ALTERNATING,
+            num_local_experts=2,
+            num_experts_per_tok=2,  # all experts, so that rounding does not choose others
+            experts_implementation="eager",  # which computes in float64 too
+        ),
         options=_causal(window_left=_WINDOW - 1, sinks=True),
     ),
     "ViT": Model(_vit, _pixels, lambda tokens: [{}]),
