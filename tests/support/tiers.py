@@ -54,24 +54,33 @@ def _is_of(family: Family[Any], entry: BestConfig) -> bool:
 @functools.cache
 def leading_configs(name: str) -> frozenset[Config]:
     """Return the configs of a family that the first tier tests on everything: the fixed ones of the
-    first and the last step, with their variants, such as the causal one, and the fastest ones."""
+    first and the last step, with those of their variants that are listed and take the same head
+    size, such as the causal one, and the fastest ones."""
     family = FAMILIES[name]
+    listed = {*committed(family.operation)}
     steps = [*family.steps.values()]
     ends = [
         variant
         for step in (steps[0], steps[-1])
         for dtype in family.dtypes
-        for variant in family.fixed_config(step, dtype).variants()
+        for fixed in [family.fixed_config(step, dtype)]
+        for variant in fixed.variants()
+        if variant in listed and _head_sizes(variant) == _head_sizes(fixed)
     ]
     return frozenset([*ends, *fastest_configs(family)])
 
 
+def _head_sizes(config: Config) -> tuple[Any, ...]:
+    return getattr(config, "d_head", None), getattr(config, "d_v", None)
+
+
 def stands_for_its_step(config: Config) -> bool:
     """Whether it is the config with which the first tier simulates the step once: the fixed one, in
-    bf16, which the tables show, where the family has it."""
-    dtypes = config.family.dtypes
-    dtype = Element.BF16 if Element.BF16 in dtypes else dtypes[0]
-    return config == config.family.fixed_config(config.step, dtype)
+    bf16, which the tables show, where the family has it. Of the last step each listed one does."""
+    family = config.family
+    dtype = Element.BF16 if Element.BF16 in family.dtypes else family.dtypes[0]
+    is_last = config.step is [*family.steps.values()][-1]
+    return is_last or config == family.fixed_config(config.step, dtype)
 
 
 def is_of_first_tier(config: Config, *, once: bool = False) -> bool:
