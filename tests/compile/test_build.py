@@ -553,9 +553,10 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
         if not (tree / step.source).is_file():
             (tree / step.source).parent.mkdir(parents=True, exist_ok=True)
             (tree / step.source).write_text("// a kernel\n")
-    (tree / "flash_attention").mkdir()
-    for name in ("__init__.py", "py.typed"):
-        shutil.copy(root / "flash_attention" / name, tree / "flash_attention")
+    modules = [p.relative_to(root) for p in (root / "flash_attention").rglob("*.py")]
+    for path in (*modules, Path("flash_attention/py.typed")):
+        (tree / path).parent.mkdir(exist_ok=True)
+        shutil.copy(root / path, tree / path)
     environ = {**os.environ, "CUDA_HOME": str(cuda_home), "NVCC_CCBIN": shutil.which("true")}
     subprocess.run(
         [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path / "dist"],
@@ -568,7 +569,7 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
     assert wheel.name.startswith(f"flash_attention-{flash_attention.__version__}-py3-none-linux_")
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert files == {
-        "flash_attention/__init__.py",
+        *map(str, modules),
         "flash_attention/py.typed",
         "flash_attention/libflash_attention.so",
         "flash_attention/built_from.json",

@@ -108,3 +108,15 @@ def test_rooms_of_the_simulator_import_those_before_them(imports) -> None:
         if ranks.get(other, 0) > rank
     ]
     assert not upward
+
+
+def test_only_their_integrations_import_the_libraries_of_models() -> None:
+    """The package is imported where these extras are not installed."""
+    of_models = {"transformers", "diffusers", "flash_attention.integrations"}
+    package = ROOT.parents[1] / "flash_attention"
+    for path in (*ROOT.rglob("*.py"), *package.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
+            assert not of_models & set(names), path
