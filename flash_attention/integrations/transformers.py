@@ -84,12 +84,13 @@ def attention_mask(
     attention_mask: (batch, keys or more), true for keys that are no padding.
 
     Raises ValueError for other masks than causal and bidirectional ones, windows, padding and
-    packed sequences; for keys behind the last query; and for padding between keys, in a window.
+    packed sequences; for keys behind the last query; for padding between keys, in a window; and for
+    another shape of attention_mask.
     """
     causal, window, packed = _read(mask_function)
     if max(window) + 1 >= kv_length:
         window = (-1, -1)
-    is_positional = causal or window != (-1, -1)
+    is_positional = causal or window != (-1, -1) or packed is not None
     last_query, last_key = int(q_offset) + q_length, int(kv_offset) + kv_length
     if is_positional and last_query != last_key:
         raise ValueError(
@@ -98,6 +99,11 @@ def attention_mask(
         )
     ragged, sizes = None, (batch_size, q_length, kv_length)
     kept = None if attention_mask is None else attention_mask[:, -kv_length:].bool()
+    if kept is not None and kept.shape != (batch_size, kv_length):
+        raise ValueError(
+            f"attention_mask has shape {tuple(kept.shape)}: pass (batch, keys), "
+            f"{(batch_size, kv_length)}, with the keys of the cache"
+        )
     if kept is not None and kept.all():
         kept = None
     if kept is not None and window != (-1, -1):

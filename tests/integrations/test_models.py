@@ -211,6 +211,12 @@ def test_padding_between_the_tokens_of_a_window_is_refused():
     assert "between the tokens of row 0" in text and "pad on one side" in text
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (2, 8), (1, 1, 8)])
+def test_a_padding_mask_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"pass \(batch, keys\), \(1, 8\)"):
+        for_transformers.attention_mask(1, 8, 8, attention_mask=torch.ones(shape))
+
+
 def test_a_mask_of_numbers_is_refused(llama):
     mask = torch.zeros(1, 1, TOKENS, TOKENS)
     text = refused(llama, input_ids=IDS, attention_mask=mask)
