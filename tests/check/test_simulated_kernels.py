@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 from attention_configs import attention_progression
-from attention_tensors import FEW_SMS, attention_tensors
+from attention_tensors import FEW_SMS
 from hopper_steps import LAST_OF_HOPPER
 from tiers import committed, each
 
 import flash_attention
 from flash_helpers.check.errors import Reference, measure_error, relative_bound
+from flash_helpers.check.tensors import tensors_for
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
@@ -21,7 +22,7 @@ from flash_helpers.kernel_configs import (
     Element,
 )
 from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
+from flash_helpers.operations.attention_forward.inputs import QKV, draw, make_inputs
 from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
 from flash_helpers.operations.attention_forward.reference import (
     attention_float64,
@@ -30,7 +31,9 @@ from flash_helpers.operations.attention_forward.reference import (
 from flash_helpers.ptx import Phase, Run
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
+from flash_helpers.registry.problem import Role
 from flash_helpers.registry.wgmma import PIECE, REPLAYS
+from flash_helpers.runtime.simulator import run_shipped
 
 pytestmark = pytest.mark.slow
 
@@ -57,10 +60,6 @@ def shape_of(tensor: torch.Tensor) -> AttentionForward:
 
 def inputs_of(config: Config, problem: AttentionForward) -> QKV:
     return make_inputs("normal", problem, torch_dtype(config))
-
-
-def reference_of(problem: AttentionForward, inputs: QKV) -> Reference:
-    return attention_reference(*inputs, causal=problem.causal, softmax_scale=problem.softmax_scale)
 
 
 def assert_right(output: torch.Tensor, reference: Reference) -> None:
@@ -175,33 +174,29 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
         }
 
 
+def assert_right_on(config: Config, problem: AttentionForward) -> None:
+    """Each output that the problem has, with all of its options and optional inputs."""
+    inputs = draw("normal", problem)
+    tensors = tensors_for(config, problem, inputs)
+    run = run_shipped(config, tensors, device=FEW_SMS, **problem.call_options())
+    assert config.short_form() in run.kernel and run.faults == ()
+    right = OPERATION.part("reference").reference(problem, inputs)
+    for tensor in problem.tensors:
+        if tensor.role is Role.OUT:
+            error = measure_error(tensors[tensor.name], right.expected[tensor.name])
+            assert error.within(right.bounds[tensor.name]), f"{tensor.name} of {problem}: {error}"
+
+
 @each(COMMITTED, once=True)
 def test_every_kernel_is_right_for_one_block(config) -> None:
-    one_block = next(config.supports.corners())
-    inputs = inputs_of(config, one_block)
-    tensors = attention_tensors(config, *inputs)
-    _, run = simulate(config, **tensors)
-    assert config.short_form() in run.kernel and run.faults == ()
-    assert_right(tensors["o"], reference_of(one_block, inputs))
+    assert_right_on(config, next(config.supports.corners()))
 
 
 @each(COMMITTED)
 def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
     _, *corners = config.supports.corners()  # the first is one block: see above
     for corner in corners:
-        inputs = inputs_of(config, corner)
-        tensors = attention_tensors(config, *inputs)
-        if corner.return_lse:
-            tensors["lse"] = torch.full((corner.batch, corner.heads, corner.len_q), torch.nan)
-        scale = None if corner.has_usual_scale else corner.softmax_scale
-        _, run = simulate(config, **tensors, softmax_scale=scale)
-        assert run.faults == ()
-        reference = reference_of(corner, inputs)
-        assert_right(tensors["o"], reference)
-        if corner.return_lse:
-            assert measure_error(tensors["lse"], reference.expected["lse"]).within(
-                reference.bounds["lse"]
-            )
+        assert_right_on(config, corner)
 
 
 # -- hopper's optimistic maximum: rows that the first block's does not fit, computed again --------
