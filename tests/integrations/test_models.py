@@ -183,15 +183,6 @@ def test_padding_of_keys_alone(calls):
     assert (1, 5, 6) in [call.sizes for call in calls]
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-
-def refused(network: torch.nn.Module, **inputs: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        network(**inputs)
-    return str(error.value)
-
-
 @pytest.fixture
 def llama() -> torch.nn.Module:
     network = MODELS["Llama"].build()
@@ -200,6 +191,32 @@ def llama() -> torch.nn.Module:
 
 
 IDS = torch.ones(1, TOKENS, dtype=torch.long)
+
+
+def test_a_compiled_model_is_one_graph(llama, monkeypatch):
+    """The kernels' operator is in it, and is causal. No kernel runs."""
+    monkeypatch.setattr(call.ReadyCall, "simulate", lambda *_: None)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(llama.bfloat16(), fullgraph=True, backend=keep)(input_ids=IDS)
+    (graph,) = graphs
+    operators = [n for n in graph.graph.nodes if "flash_attention" in str(n.target)]
+    assert [(str(n.target), n.args[3]) for n in operators] == [
+        ("flash_attention.attention.default", True)
+    ] * len(llama.model.layers)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def refused(network: torch.nn.Module, **inputs: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        network(**inputs)
+    return str(error.value)
 
 
 def test_padding_between_the_tokens_of_a_window_is_refused():
