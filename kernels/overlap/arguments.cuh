@@ -16,6 +16,7 @@ struct OverlapKernelConfig {
     int static_row_stride; // in elements; 0 = read from the arguments
     bool lse; // adds up P in fp32 for an LSE
     bool causal; // a causal mask, aligned to the bottom right
+    bool softcap; // limits the logits by tanh
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
@@ -37,4 +38,5 @@ struct OverlapKernelArgs {
     float scale; // log2(e) · softmax_scale
     float *lse; // (batch, heads, len_q), or null
     const Element *sinks; // (heads), or null
+    float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
 };

@@ -38,10 +38,13 @@ PROGRESSION = get_kernel_progression_configs()
 BUILT = get_listed_configs()
 CHECKED = sorted(
     {
-        variant
+        checked
         for config in PROGRESSION
-        for variant in (config, *config.variants())
-        if variant in BUILT
+        for checked in (
+            config,
+            *[v for v in config.variants() if any(v.supports.options.values())][:1],
+        )
+        if checked in BUILT
     }
 )
 EVERY = tuple(Element)

@@ -128,7 +128,11 @@ def strided(config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 # causal configs have tests of their own: their counts tell of blocks that are skipped; all views
 # have one head size
-@each(c for c in COMMITTED if not c.supports.causal and c.supports.d_v is None)
+@each(
+    c
+    for c in COMMITTED
+    if not c.supports.causal and not c.supports.exact and c.supports.d_v is None
+)
 def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> None:
     d_head = config.supports.d_heads[0]
     inputs, references = mixed(

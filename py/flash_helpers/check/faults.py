@@ -111,7 +111,7 @@ class Fault:
         variants = [
             variant
             for variant in fixed.variants()
-            if all(variant.supports.options[name] == value for name, value in self.options.items())
+            if all(getattr(variant, name) == value for name, value in self.options.items())
         ]
         return variants[0]
 

@@ -109,11 +109,12 @@ def _own_problem(config: Config, problems: Mapping[str, Problem]) -> Problem:
 
 
 def _with_masks(configs: Sequence[Config]) -> list[Config]:
-    """Return the configs and their variants that fix an option, such as a mask."""
+    """Return the configs, and of each the nearest variant that fixes an option, such as a mask."""
     found: dict[Config, None] = {}
     for config in configs:
         found[config] = None
-        found |= dict.fromkeys(c for c in config.variants() if any(c.supports.options.values()))
+        masked = [c for c in config.variants() if any(c.supports.options.values())]
+        found |= dict.fromkeys(masked[:1])
     return list(found)
 
 

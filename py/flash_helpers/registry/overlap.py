@@ -19,6 +19,7 @@ from flash_helpers.operations.attention_forward.supports import (
     GROUPED_HEADS,
     RETURN_LSE,
     SINKS,
+    SOFTCAP,
     SOFTMAX_SCALE,
     AttentionSupports,
 )
@@ -41,7 +42,7 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element
 
-FLAGS = ("lse", "causal")  # of a config, for which kernels are compiled
+FLAGS = ("lse", "causal", "softcap")  # of a config, for which kernels are compiled
 
 ARGUMENTS = StructLayout(
     "OverlapKernelArgs",
@@ -52,6 +53,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("len_k", "len_q", "heads_per_kv"), INT),
             "scale": FLOAT,
             **dict.fromkeys(("lse", "sinks"), POINTER),
+            "scale_in_cap": FLOAT,
         }
     ),
 )
@@ -64,7 +66,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     `B_r`, `B_c`: rows of a Q tile and of a K or V tile. `d_head`, `static_row_stride`: elements.
     `static_row_stride`: distance of two rows of the sequence; 0 is read at run time. `lse`: the
     kernel can store an LSE, for which it adds up P before it is rounded. `causal`: the kernel
-    masks, and takes causal problems alone.
+    masks, and takes causal problems alone. `softcap`: likewise of problems with a softcap.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -80,6 +82,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     static_row_stride: int = number("rs", "in elements; 0 = read from the arguments", default=0)
     lse: bool = flag("lse", "adds up P in fp32 for an LSE", default=False)
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
+    softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
 
     @property
     def family(self) -> Family[Any]:
@@ -99,9 +102,15 @@ class OverlapKernelConfig(MmaSyncConfig):
         """As those of the base; flags of the config add to them."""
         found = {SOFTMAX_SCALE, GROUPED_HEADS} if CALL_OPTIONS in self.step.traits else set()
         found |= {RETURN_LSE} if self.lse else set()
+        found |= {SOFTCAP} if self.softcap else set()
         found |= {SINKS} if SINK_LOGITS in self.step.traits else set()
         base = super().supports
-        return replace(base, abilities=base.abilities | found, causal=self.causal)
+        return replace(
+            base,
+            abilities=base.abilities | found,
+            exact=frozenset(found & {SOFTCAP}),
+            causal=self.causal,
+        )
 
     def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
         """Return the blocks of keys that the tile of a query takes. There is one at least, though
@@ -111,12 +120,14 @@ class OverlapKernelConfig(MmaSyncConfig):
         return self.key_blocks(last_key + 1)
 
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return the lengths, the sharing of heads and the scale."""
+        """Return the lengths, the sharing of heads and the scales."""
+        scale = problem.softcap or problem.softmax_scale
         return {
             "len_k": (problem.len_k,),
             "len_q": (problem.len_q,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
-            "scale": (problem.softmax_scale * math.log2(math.e),),
+            "scale": (scale * math.log2(math.e),),
+            "scale_in_cap": (problem.softmax_scale / scale,),
         }
 
 
@@ -129,6 +140,7 @@ _BASE: Mapping[str, Any] = MappingProxyType(
         "static_row_stride": PROGRESSION_ROW_STRIDE,
         "lse": False,
         "causal": False,
+        "softcap": False,
     }
 )
 
@@ -232,6 +244,12 @@ OVERLAP = Family(
             "sinks: one more logit per head, which only the row sums see",
             _file(9),
             traits=frozenset({SINK_LOGITS}),
+        ),
+        StepEntry(
+            "softcap",
+            "softcap: the logits are limited by tanh",
+            _file(10),
+            opens={"softcap": (False,)},
         ),
     ),
     targets=TARGETS,

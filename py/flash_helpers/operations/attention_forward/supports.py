@@ -103,7 +103,7 @@ _CORNERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         SOFTMAX_SCALE: {"softmax_scale": 0.2},
         RETURN_LSE: {"return_lse": True},
         SOFTCAP: {"softcap": 1.0},
-        SINKS: {"sinks": True, "return_lse": True},
+        SINKS: {"sinks": True},
     }
 )
 
