@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import numpy as np
 
@@ -56,9 +56,6 @@ from flash_helpers.ptx.run.watch.poison import Memory, Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 from flash_helpers.ptx.run.watch.written import GlobalWrites
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
-
-if TYPE_CHECKING:
-    from flash_helpers.ptx.run.instructions.forms import Form
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray"]
@@ -292,8 +289,6 @@ class Machine:
         self._registers = self._allocate_registers()
         self._specials: dict[str, np.ndarray] = {}
         self._views: dict[tuple[str, str], np.ndarray] = {}
-        self.forms: dict[tuple[str, int], Form] = {}
-        """By opcode and number of operands, the form of an instruction."""
         self.carry = np.zeros(self.lanes, np.uint32)
         self.issue_clock = 0
 

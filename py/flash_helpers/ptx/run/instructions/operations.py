@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -180,12 +181,16 @@ def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
     return machine.from_some(run_some)
 
 
+# Forms by opcode and number of operands: the same few come in thousands of instructions.
+_forms: WeakKeyDictionary[Machine, dict[tuple[str, int], Form]] = WeakKeyDictionary()
+
+
 def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
-    # The same few opcodes come in thousands of instructions.
+    found = _forms.setdefault(machine, {})
     key = instruction.opcode, len(instruction.operands)
-    if key not in machine.forms:
-        machine.forms[key] = find_form(machine, instruction, FORMS)
-    built = machine.forms[key].build(machine, instruction)
+    if key not in found:
+        found[key] = find_form(machine, instruction, FORMS)
+    built = found[key].build(machine, instruction)
     action = machine.bind_alu(built) if isinstance(built, Alu) else built
     members = warps.member_mask(machine, instruction)
     if members is not None:
