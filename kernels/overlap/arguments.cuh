@@ -17,6 +17,7 @@ struct OverlapKernelConfig {
     bool lse; // adds up P in fp32 for an LSE
     bool causal; // a causal mask, aligned to the bottom right
     bool softcap; // limits the logits by tanh
+    bool window; // a query sees keys within a distance
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
@@ -39,4 +40,5 @@ struct OverlapKernelArgs {
     float *lse; // (batch, heads, len_q), or null
     const Element *sinks; // (heads), or null
     float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
+    int window_left, window_right; // keys beside its own that a query sees
 };

@@ -91,6 +91,26 @@ __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][kTiles][4
     }
 }
 
+// Columns of S from `visible` on, or before it, become -infinity; if by row, from one column more
+// on in each next row of the thread block. A lane has columns 2t and 2t + 1 of every eight, of rows
+// g and g + 8 of each row tile.
+template <bool kByRow, bool kBefore, int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void hide_columns(float (&S_rmem)[kRowTiles][kKeyTiles][4],
+                                             int visible) {
+    const int thread = thread_index_anew(), lane = thread % 32;
+    const int row = thread / 32 * kRowTiles * kMmaM + lane / 4;
+    visible += (kByRow ? row : 0) - lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kRowTiles * 2; ++i) { // 8 rows each
+#pragma unroll
+        for (int n = 0; n < kKeyTiles * 2; ++n) {
+            const int column = n / 2 * kMmaN + n % 2 - (kByRow ? i * 8 : 0);
+            float &S = S_rmem[i / 2][n / 2][i % 2 * 2 + n % 2];
+            S = (column < visible) != kBefore ? S : -INFINITY;
+        }
+    }
+}
+
 // Thread blocks that an SM is to hold. Warps with 16 rows and 64 keys need at most 168 registers
 // per thread: twelve warps per SM. Warps with larger tiles need up to 255: eight warps. Without a
 // bound ptxas takes too many in one version, and in another so few that it gives up overlap.

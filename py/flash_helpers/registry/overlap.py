@@ -21,6 +21,7 @@ from flash_helpers.operations.attention_forward.supports import (
     SINKS,
     SOFTCAP,
     SOFTMAX_SCALE,
+    WINDOW,
     AttentionSupports,
 )
 from flash_helpers.registry.call import FLOAT, INT, POINTER, STRIDES, StructLayout
@@ -42,7 +43,7 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element
 
-FLAGS = ("lse", "causal", "softcap")  # of a config, for which kernels are compiled
+FLAGS = ("lse", "causal", "softcap", "window")  # of a config, for which kernels are compiled
 
 ARGUMENTS = StructLayout(
     "OverlapKernelArgs",
@@ -54,6 +55,7 @@ ARGUMENTS = StructLayout(
             "scale": FLOAT,
             **dict.fromkeys(("lse", "sinks"), POINTER),
             "scale_in_cap": FLOAT,
+            **dict.fromkeys(("window_left", "window_right"), INT),
         }
     ),
 )
@@ -67,6 +69,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     `static_row_stride`: distance of two rows of the sequence; 0 is read at run time. `lse`: the
     kernel can store an LSE, for which it adds up P before it is rounded. `causal`: the kernel
     masks, and takes causal problems alone. `softcap`: likewise of problems with a softcap.
+    `window`: likewise of problems with a window.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -83,6 +86,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     lse: bool = flag("lse", "adds up P in fp32 for an LSE", default=False)
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
     softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
+    window: bool = flag("window", "a query sees keys within a distance", default=False)
 
     @property
     def family(self) -> Family[Any]:
@@ -103,31 +107,37 @@ class OverlapKernelConfig(MmaSyncConfig):
         found = {SOFTMAX_SCALE, GROUPED_HEADS} if CALL_OPTIONS in self.step.traits else set()
         found |= {RETURN_LSE} if self.lse else set()
         found |= {SOFTCAP} if self.softcap else set()
+        found |= {WINDOW} if self.window else set()
         found |= {SINKS} if SINK_LOGITS in self.step.traits else set()
         base = super().supports
         return replace(
             base,
             abilities=base.abilities | found,
-            exact=frozenset(found & {SOFTCAP}),
+            exact=frozenset(found & {SOFTCAP, WINDOW}),
             causal=self.causal,
         )
 
     def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
         """Return the blocks of keys that the tile of a query takes. There is one at least, though
         all of it may be hidden."""
-        last_query = min((query // self.B_r + 1) * self.B_r, problem.len_q) - 1
-        last_key = max(problem.visible_keys(last_query).stop, 1) - 1
-        return self.key_blocks(last_key + 1)
+        first_query = query // self.B_r * self.B_r
+        last_query = min(first_query + self.B_r, problem.len_q) - 1
+        last = (max(problem.visible_keys(last_query).stop, 1) - 1) // self.B_c
+        first = problem.visible_keys(first_query).start // self.B_c
+        return range(last, min(first, last) - 1, -1)
 
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return the lengths, the sharing of heads and the scales."""
+        """Return the lengths, the sharing of heads, the scales and the window."""
         scale = problem.softcap or problem.softmax_scale
+        left, right = problem.window_left, problem.window_right
         return {
             "len_k": (problem.len_k,),
             "len_q": (problem.len_q,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (scale * math.log2(math.e),),
             "scale_in_cap": (problem.softmax_scale / scale,),
+            "window_left": (problem.len_k + self.B_r if left is None else left,),
+            "window_right": (problem.len_q if right is None else right,),
         }
 
 
@@ -141,6 +151,7 @@ _BASE: Mapping[str, Any] = MappingProxyType(
         "lse": False,
         "causal": False,
         "softcap": False,
+        "window": False,
     }
 )
 
@@ -250,6 +261,12 @@ OVERLAP = Family(
             "softcap: the logits are limited by tanh",
             _file(10),
             opens={"softcap": (False,)},
+        ),
+        StepEntry(
+            "window",
+            "window: blocks of keys outside of what a tile sees are never loaded",
+            _file(11),
+            opens={"window": (False,)},
         ),
     ),
     targets=TARGETS,

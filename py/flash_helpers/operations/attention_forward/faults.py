@@ -219,6 +219,11 @@ FAULTS = {
         "o10", BF16, MAIN_LOOP, r"tanh", swap(r"tanh\.approx", "abs"), quantity="m",
         options={"softcap": True},
     ),
+    "o11: the walk ends before the window does": Fault(
+        "o11", BF16, MAIN_LOOP, r"max\.s32",
+        swap(r"max\.s32\s+(%r\d+), .*;", r"mov.u32 \1, 4096;"), nth(0), quantity="Q", turn=1,
+        options={"window": True},
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",

@@ -164,7 +164,8 @@ class MmaRecorder(Recorder[MmaSyncConfig]):
         super().__init__(config, problem)
         # Blocks of keys that each warp has begun or leaves out, (thread blocks, warps).
         rows = range(0, self.n_row_blocks * config.B_r, config.B_r)
-        left_out = [len(self.key_blocks) - len(config.own_key_blocks(problem, n)) for n in rows]
+        last = self.key_blocks[0]
+        left_out = [abs(last - config.own_key_blocks(problem, n)[0]) for n in rows]
         begun = np.tile(left_out, self.n_tiles // self.n_row_blocks)
         self._begun = np.repeat(begun[:, None], config.n_warps, axis=1)
 
