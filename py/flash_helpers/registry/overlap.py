@@ -172,7 +172,9 @@ def successor(text: str) -> str:
         5 if found["sums"] else 4,
         Element.from_name(found["dtype"]),
         128,
-        **{name: int(found[name]) for name in ("B_r", "B_c", "n_warps")},
+        int(found["B_r"]),
+        int(found["B_c"]),
+        int(found["n_warps"]),
         static_row_stride=int(found["stride"] or 0),
     )
     difference = "the same loop" if found["lazy"] else "the same loop, but for its lazy rescale"
