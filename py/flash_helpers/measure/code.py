@@ -97,11 +97,12 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
 
     Nothing is compiled or read if no result has a digest.
     """
-    listed = set(library.kernels())
+    with_code = [measurement for measurement in results.measurements if measurement.code]
+    listed = set(library.kernels()) if with_code else set()
     known = []
-    for measurement in results.measurements:
+    for measurement in with_code:
         with contextlib.suppress(ValueError):  # a step that no longer exists
-            if measurement.code and (config := config_from_short_form(measurement.ran)) in listed:
+            if (config := config_from_short_form(measurement.ran)) in listed:
                 known.append((measurement, config))
     today = codes_today({config for _, config in known}, results.provenance.compute_capability)
     equal = equal_codes(default_jit().root) if known else frozenset()
