@@ -168,7 +168,6 @@ def test_a_derivative_by_sinks_is_refused(ran):
         ({"sinks": EMPTY[0, 0]}, ValueError, "sinks has 2 dimensions"),
         ({"sinks": EMPTY[0, 0, :, 0]}, ValueError, "sinks has strides .* call .contiguous()"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("function", ["attention", "forward"])
 def test_a_value_that_is_none_is_refused(ran, function, options, error, message):
