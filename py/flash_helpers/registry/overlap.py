@@ -280,6 +280,6 @@ OVERLAP = Family(
     # A test whose cache two workers fill counts twice.
     in_library=True,
     simulated_budget=20_000_000,
-    matrix_budget=20_000_000,
+    matrix_budget=40_000_000,
     also_listed=last_variants,
 )
