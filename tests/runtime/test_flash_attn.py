@@ -424,6 +424,10 @@ class TestLengths:
         self.refused(TypeError, "softmax_scale is '1': pass a number", softmax_scale="1")
         assert zeros == []
 
+    @pytest.mark.skipif(
+        not torch.backends.cuda.is_built(),
+        reason="a PyTorch without CUDA calls no operator on fake CUDA tensors",
+    )
     @pytest.mark.parametrize("function", [varlen, torch.compile(varlen, backend="aot_eager")])
     def test_on_a_cuda_device_are_refused_without_reading_them(self, function):
         with torch._subclasses.FakeTensorMode():
