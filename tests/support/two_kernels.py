@@ -64,6 +64,7 @@ class ToySupports:
 
     alignment = 4
     options: Mapping[str, Any] = MappingProxyType({})
+    sizes: Mapping[str, int] = MappingProxyType({})
     smallest = 1
 
     def lacking(self, problem: SquaresBackwards) -> dict[str, tuple[str, str]]:

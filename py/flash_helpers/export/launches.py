@@ -139,9 +139,9 @@ class _Tracer:
         self.checks: list[Check] = []
         self.known: Facts = {}
         kind = config.family.operation.problem
-        fixed = {f.name: getattr(config, f.name) for f in fields(config)} | {
-            **config.supports.options
-        }
+        supports = config.supports
+        fixed = {f.name: getattr(config, f.name) for f in fields(config)}
+        fixed |= {**supports.sizes, **supports.options}
         values = {
             f.name: fixed[f.name] if f.name in fixed else self._field(f)
             for f in fields(kind)

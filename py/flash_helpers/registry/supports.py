@@ -23,6 +23,10 @@ class Supports(Protocol):
         """Options of a problem that the kernel fixes when it is compiled, such as a mask."""
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of a problem that the kernel fixes when it is compiled, by the problem's fields."""
+
+    @property
     def smallest(self) -> int:
         """Size of the smallest problem, by which kernels of one operation are compared."""
 

@@ -146,6 +146,14 @@ class AttentionSupports:
         return {CAUSAL: self.causal}
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        """The head sizes, unless the kernel takes several."""
+        if len(self.d_heads) > 1:
+            return {}
+        (d_head,) = self.d_heads
+        return {"d_head": d_head, "d_v": self.d_v or d_head}
+
+    @property
     def smallest(self) -> int:
         """The shortest sequence."""
         return self.shortest

@@ -36,6 +36,11 @@ class RowsSupports:
         return MappingProxyType({})
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        """No sizes."""
+        return MappingProxyType({})
+
+    @property
     def smallest(self) -> int:
         """The least width."""
         return 1
