@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flash_helpers.export.launches import LaunchFormula
+from flash_helpers.export.launches import LaunchFormula, input_name
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.call import TensorMap
@@ -74,8 +74,9 @@ def by_config(launch: LaunchFormula, values: Values) -> Planned | None:
 
 def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
     kind = config.family.operation.problem
-    own = {f.name: getattr(config, f.name) for f in fields(config)} | {**config.supports.options}
-    asked = {f.name: own.get(f.name, values.get(f.name)) for f in fields(kind)}
+    own = {f.name: getattr(config, f.name) for f in fields(config)}
+    own |= {**config.supports.sizes, **config.supports.options}
+    asked = {f.name: own.get(f.name, values.get(input_name(kind, f.name))) for f in fields(kind)}
     asked = {name: value for name, value in asked.items() if value is not None}
     try:
         problem = kind(**asked)

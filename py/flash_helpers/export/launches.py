@@ -23,7 +23,7 @@ from flash_helpers.export.formulas import (
 from flash_helpers.gpu import Device, capability_of
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.call import Buffer, Call, Launch, Member, StructLayout, TensorMap
-from flash_helpers.registry.problem import Tensor
+from flash_helpers.registry.problem import Problem, Tensor
 
 SMS = "sms"
 _MOST_SIZE = 2**31 - 1
@@ -121,6 +121,12 @@ def launch_formula(config: Config, function: str, target: str) -> LaunchFormula:
     return _Tracer(config, function, target, used).formula
 
 
+def input_name(problem: type[Problem], field: str) -> str:
+    """Return the name of an input of a call for a field of the problem. A field that tells whether
+    an optional tensor is there has the tensor's name, which is that of its address in a call."""
+    return f"has_{field}" if field in problem.axes else field
+
+
 class _Tracer:
     """Runs a config's functions on formulas.
 
@@ -145,7 +151,10 @@ class _Tracer:
         values = {
             f.name: fixed[f.name] if f.name in fixed else self._field(f)
             for f in fields(kind)
-            if f.name in fixed or used is None or f.name in used or f.default is MISSING
+            if f.name in fixed
+            or used is None
+            or input_name(kind, f.name) in used
+            or f.default is MISSING
         }
         sms = self._input(SMS, "size", 1, _MOST_SMS, "streaming multiprocessors of the device")
         self.device = Device(target, divmod(capability_of(target), 10), sms)  # type: ignore[arg-type]
@@ -168,12 +177,13 @@ class _Tracer:
 
     def _field(self, field: Field[Any]) -> Formula:
         text = field.metadata["help"].replace("by default", "usually")  # C has no defaults
+        name = input_name(self.config.family.operation.problem, field.name)
         if field.type == "float":
-            return self._input(field.name, "real", -_MOST_REAL, _MOST_REAL, text)
+            return self._input(name, "real", -_MOST_REAL, _MOST_REAL, text)
         if field.type == "bool":
-            return self._input(field.name, "option", 0, 1, text)
+            return self._input(name, "option", 0, 1, text)
         least, most = (field.metadata.get(n, v) for n, v in (("least", 1), ("most", _MOST_SIZE)))
-        return self._input(field.name, "size", least, most, text)
+        return self._input(name, "size", least, most, text)
 
     def _strides(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return a tensor's strides, 0 along dimensions of size 1; the last is 1. The kernel's
