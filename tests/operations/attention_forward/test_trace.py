@@ -16,6 +16,7 @@ from tiers import each
 
 from flash_helpers.check import debugging
 from flash_helpers.check.errors import measure_error
+from flash_helpers.compile.sources import included_files
 from flash_helpers.kernel_configs import (
     FAMILIES,
     STEPS,
@@ -37,8 +38,10 @@ from flash_helpers.operations.attention_forward.trace.compare import (
 )
 from flash_helpers.operations.attention_forward.trace.recorder import UntraceableKernel
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.family import Step
 from flash_helpers.registry.hopper import HOPPER, HopperKernelConfig
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MAX_GROWTH, MmaSyncConfig
+from flash_helpers.registry.wgmma import REPLAYS
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
@@ -196,17 +199,18 @@ def test_a_lazy_maximum_follows_only_one_that_has_grown_by_more_than_the_limit()
     assert any((~f & (largest > m)).any() for f in followed)
 
 
-# from this step on m is not the rows' maximum
-OPTIMISTIC = list(HOPPER.steps.values())[HOPPER.steps["h12"].number - 1 :]
+def follows_a_limit(step: Step) -> bool:
+    """Whether m is the rows' maximum, or at most a limit below it."""
+    return LAZY_RESCALE in step.traits and REPLAYS not in step.traits
 
 
 @pytest.mark.parametrize(
-    "step",
-    [s for s in STEPS.values() if LAZY_RESCALE in s.traits and s not in OPTIMISTIC],
-    ids=lambda step: step.id,
+    "step", [s for s in STEPS.values() if follows_a_limit(s)], ids=lambda step: step.id
 )
 def test_the_limit_is_that_of_the_kernels(step):
-    (limit,) = re.findall(r"kMaxGrowth = (\S+);", (ROOT / step.source).read_text())
+    unit = f'#include "{step.source}"\n'
+    texts = [path.read_text() for path in included_files(ROOT, unit)]
+    (limit,) = (found for text in texts for found in re.findall(r"kMaxGrowth = (\S+);", text))
     assert float(limit) == MAX_GROWTH
 
 
