@@ -4,8 +4,8 @@
 // What changed
 //   1. In a kernel with flag `window` a query sees so many keys to the left and right of its own.
 //      Blocks of keys outside of what a tile sees are never loaded.
-//   2. Keys before the window are hidden like those behind it, in blocks that hold its border. The
-//      function that hides columns has moved to tiles.cuh.
+//   2. Keys before the window are hidden like those behind it, in blocks that hold its border.
+//   3. The copy of a tile, which this step is not about, has moved to tiles.cuh.
 //
 // Why: with a window of w keys a tile sees w + B_r keys at most, whatever the length is. The walk
 // ends at the first of them instead of at key 0; that is one more comparison per block of keys.
@@ -35,25 +35,23 @@ constexpr int kRing = kAhead + 1; // fragments in registers: one in use, the oth
 constexpr float kLowest = -3.4028235e38f; // of all finite numbers
 constexpr float kMaxGrowth = 8; // P is at most 2^8; fp16 reaches almost 2^16
 
-// Starts the copy of the (kRows, d_head) tile at row first_row of X; X_gmem points to this thread's
-// first element of X. An address base + index · stride is one IMAD.WIDE as long as both factors
-// have 32 bits. Where src_bytes(row) is 0 instead of 16 the copy of a row of the tile reads nothing
-// and writes zeros: past the end of X, and after the loop's last block. A branch around it is
-// slower, because it splits the code that ptxas may reorder.
-template <int kRows, int kThreads, typename SrcBytes>
-__device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *X_gmem,
-                                                int first_row, int row_stride, SrcBytes src_bytes) {
-    constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
-    const int row = threadIdx.x / kThreadsPerRow, col = threadIdx.x % kThreadsPerRow * kChunk;
-    const Element *src_gmem = X_gmem + int64_t(first_row) * row_stride;
+// Columns of S from `visible` on, or before it, become -infinity; if by row, from one column more
+// on in each next row of the thread block. A lane has columns 2t and 2t + 1 of every eight, of rows
+// g and g + 8 of each row tile.
+template <bool kByRow, bool kBefore, int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void hide_columns(float (&S_rmem)[kRowTiles][kKeyTiles][4],
+                                             int visible) {
+    const int thread = thread_index_anew(), lane = thread % 32;
+    const int row = thread / 32 * kRowTiles * kMmaM + lane / 4;
+    visible += (kByRow ? row : 0) - lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kRows; i += kRowsPerPass) {
+    for (int i = 0; i < kRowTiles * 2; ++i) { // 8 rows each
 #pragma unroll
-        for (int piece = 0; piece < kDHead / kPiece; ++piece) {
-            cp_async_16_L2_128B(tile_smem + piece_offset<kRows>(piece) + smem_offset(row + i, col),
-                                src_gmem + piece * kPiece, src_bytes(row + i));
+        for (int n = 0; n < kKeyTiles * 2; ++n) {
+            const int column = n / 2 * kMmaN + n % 2 - (kByRow ? i * 8 : 0);
+            float &S = S_rmem[i / 2][n / 2][i % 2 * 2 + n % 2];
+            S = (column < visible) != kBefore ? S : -INFINITY;
         }
-        src_gmem += kRowsPerPass * row_stride;
     }
 }
 
@@ -183,8 +181,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     // Copies the block at `key`, where X_gmem points, and moves X_gmem to the block before it. An
     // address computed from `key` is slower: see `ring_by_key` in docs/tuning.md.
     auto copy = [&](uint32_t tile_smem, const Element *&X_gmem, int stride, int keys_left) {
-        copy_tile_async<B_c, kThreads>(tile_smem, X_gmem, 0, stride,
-                                       [&](int) { return keys_left >= 0 ? 16 : 0; });
+        copy_tile_async<B_c, kDHead, kThreads>(tile_smem, X_gmem, 0, stride,
+                                               [&](int) { return keys_left >= 0 ? 16 : 0; });
         X_gmem -= int64_t(B_c) * stride;
     };
     // Loads: k-tile k of the warp's rows of Q; one ldmatrix of K or V, 16 keys and 16 columns
@@ -210,11 +208,11 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     // 1. Q: global → shared; the last K and V follow, then the K before them
     auto is_query = [&](int row) { return first_row + row < args.len_q ? 16 : 0; };
     auto is_key = [&](int row) { return key + row < args.len_k ? 16 : 0; };
-    copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, first_row, Q_stride, is_query);
+    copy_tile_async<B_r, kDHead, kThreads>(Q_smem, Q_gmem, first_row, Q_stride, is_query);
     cp_async_commit();
-    copy_tile_async<B_c, kThreads>(K_smem, K_gmem, key, K_stride, is_key);
+    copy_tile_async<B_c, kDHead, kThreads>(K_smem, K_gmem, key, K_stride, is_key);
     cp_async_commit();
-    copy_tile_async<B_c, kThreads>(V_smem, V_gmem, key, V_stride, is_key);
+    copy_tile_async<B_c, kDHead, kThreads>(V_smem, V_gmem, key, V_stride, is_key);
     cp_async_commit();
     K_gmem += int64_t(key - B_c) * K_stride;
     V_gmem += int64_t(key - B_c) * V_stride;

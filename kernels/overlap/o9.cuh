@@ -2,9 +2,8 @@
 // Step 9 of the overlap family: sinks. Parent: o8.
 //
 // What changed
-//   1. A call may bring a sink for each head: one more logit of each of its rows, neither scaled
-//   nor
-//      masked, which takes part in the row's sum and adds nothing to O.
+//   1. A call may bring a sink for each head: one more logit of each of its rows. It is neither
+//      scaled nor masked, takes part in the row's sum and adds nothing to O.
 //
 // Why: some models, such as GPT-OSS, learn how much of its weight a row may leave unused. The sink
 // is known before the kernel, and the sum of a row is needed when the kernel divides by it. So it

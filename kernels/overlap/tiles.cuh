@@ -2,6 +2,7 @@
 // Tiles of the overlap family from o6 on: their place in shared memory, the fragments of mma in it,
 // and a product of fragments.
 
+#include "cp_async.cuh"
 #include "elements.cuh"
 #include "kernels/overlap/arguments.cuh"
 #include "mma.cuh"
@@ -50,6 +51,28 @@ __device__ __forceinline__ int thread_index_anew() {
     return index;
 }
 
+// Starts the copy of the (kRows, d_head) tile at row first_row of X; X_gmem points to this thread's
+// first element of X. An address base + index · stride is one IMAD.WIDE as long as both factors
+// have 32 bits. Where src_bytes(row) is 0 instead of 16 the copy of a row of the tile reads nothing
+// and writes zeros: past the end of X, and after the loop's last block. A branch around it is
+// slower, because it splits the code that ptxas may reorder.
+template <int kRows, int kDHead, int kThreads, typename SrcBytes>
+__device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *X_gmem,
+                                                int first_row, int row_stride, SrcBytes src_bytes) {
+    constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
+    const int row = threadIdx.x / kThreadsPerRow, col = threadIdx.x % kThreadsPerRow * kChunk;
+    const Element *src_gmem = X_gmem + int64_t(first_row) * row_stride;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kRowsPerPass) {
+#pragma unroll
+        for (int piece = 0; piece < kDHead / kPiece; ++piece) {
+            cp_async_16_L2_128B(tile_smem + piece_offset<kRows>(piece) + smem_offset(row + i, col),
+                                src_gmem + piece * kPiece, src_bytes(row + i));
+        }
+        src_gmem += kRowsPerPass * row_stride;
+    }
+}
+
 // The lanes give ldmatrix the 32 rows of the four 8 x 8 matrices of a 16 x 16 piece. The order for
 // mma's A operand and, transposed, for V: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
 // The order for K: columns 0-7 and 8-15 of rows 0-7, then of rows 8-15, so that the two registers
@@ -87,26 +110,6 @@ __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][kTiles][4
         for (int i = 0; i < kRowTiles; ++i) {
             mma_m16n8k16<kDType>(C_rmem[i][2 * n + half], A_rmem[i], B_rmem[2 * half],
                                  B_rmem[2 * half + 1]);
-        }
-    }
-}
-
-// Columns of S from `visible` on, or before it, become -infinity; if by row, from one column more
-// on in each next row of the thread block. A lane has columns 2t and 2t + 1 of every eight, of rows
-// g and g + 8 of each row tile.
-template <bool kByRow, bool kBefore, int kRowTiles, int kKeyTiles>
-__device__ __forceinline__ void hide_columns(float (&S_rmem)[kRowTiles][kKeyTiles][4],
-                                             int visible) {
-    const int thread = thread_index_anew(), lane = thread % 32;
-    const int row = thread / 32 * kRowTiles * kMmaM + lane / 4;
-    visible += (kByRow ? row : 0) - lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) { // 8 rows each
-#pragma unroll
-        for (int n = 0; n < kKeyTiles * 2; ++n) {
-            const int column = n / 2 * kMmaN + n % 2 - (kByRow ? i * 8 : 0);
-            float &S = S_rmem[i / 2][n / 2][i % 2 * 2 + n % 2];
-            S = (column < visible) != kBefore ? S : -INFINITY;
         }
     }
 }
