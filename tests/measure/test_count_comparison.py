@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_backend import ROOT, fake_backend, load_tool
 from fake_ncu import FakeNcu
-from sass_text import DEFAULT, PROGRESSION, kernel, of_version, progression_kernels
+from sass_text import DEFAULT, PROGRESSION, kernel, kernel_of, of_version
 
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.measure.counts import (
@@ -55,7 +55,7 @@ def from_sass(step: int, family: str = "v") -> CountedKernel:
         (machine_code,) = own_kernels("sm_90a", [config]).values()
     else:
         config = of_version(step)
-        machine_code = progression_kernels("sm_90")[config]
+        machine_code = kernel_of(config, "sm_90")
     return predict_launch(machine_code, config, config.counted_on(128))
 
 
@@ -94,15 +94,14 @@ def test_an_h100_executed_just_the_work_and_the_filler():
     """The counters that were recorded for the simulator. A kernel that has changed since executes
     another number; most have not."""
     recorded = CountCheck.load(ROOT / "benchmarks/results/simulator_h100.json")
-    kernels = progression_kernels("sm_90")
     by_name = {config.short_form(): config for config in PROGRESSION}
     equal = 0
     for measured in recorded.kernels:
         config = by_name[measured.name]
-        record = predict_launch(kernels[config], config, measured.asked)
+        record = predict_launch(kernel_of(config, "sm_90"), config, measured.asked)
         equal += record.counted(ALL_INSTRUCTIONS)[0] == measured.hardware[EXECUTED]
         assert record.predicted["tensor"] == measured.hardware[MMA]
-    if kernels[V1].compiler.version[:2] == (13, 0):
+    if kernel_of(V1, "sm_90").compiler.version[:2] == (13, 0):
         assert equal >= 0.75 * len(recorded.kernels)
 
 
@@ -416,7 +415,7 @@ def test_one_command_predicts_counts_and_saves(tmp_path, capsys, with_gpu):
     config = of_version(16)
     shape = config.counted_on(128)
     ran = config.runs_as(shape.strides())
-    record = predict_launch(progression_kernels("sm_90")[ran], ran, shape)
+    record = predict_launch(kernel_of(ran, "sm_90"), ran, shape)
     data = tmp_path / "check.json"
     arguments = ["--source", SASS, "--kernel", config.short_form(), "--seq", "128"]
     for off, status in ((0, 0), (1, 1)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sass_text import ARCHITECTURES, PROGRESSION, kernel, operations, progression_kernels
+from sass_text import ARCHITECTURES, PROGRESSION, in_tiers, kernel, kernels_of, operations
 
 from flash_helpers.sass.analyse.counts import Bucket, buckets, count_all, count_blocks, count_loop
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES
@@ -75,10 +75,10 @@ def test_a_loop_and_a_block_are_counted_alone():
     assert sum(part.work for part in parts) == count_all(planted.instructions).work
 
 
+@in_tiers(PROGRESSION)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_buckets_cover_every_kernel_of_the_library(architecture):
-    for config in PROGRESSION:
-        found = progression_kernels(architecture)[config]
+def test_the_buckets_cover_every_kernel_of_the_library(architecture, configs):
+    for found in kernels_of(configs, architecture).values():
         counts = count_all(found.instructions)
         size = found.blocks[-1].end // INSTRUCTION_BYTES
         assert sum(counts.by_bucket.values()) == size

@@ -8,7 +8,8 @@ import functools
 import pytest
 import torch
 from attention_tensors import attention_tensors
-from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, WITHOUT_TENSOR, progression_kernels
+from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, WITHOUT_TENSOR, kernel_of
+from tiers import each
 
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.machine_code import trips
@@ -63,7 +64,7 @@ def simulated(config: Config, blocks: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("config", DETERMINED, ids=lambda c: c.short_form())
+@each(DETERMINED, once=True)
 def test_the_text_predicts_what_is_executed(config, blocks):
     executed = simulated(config, blocks)
     expected = {
@@ -72,33 +73,33 @@ def test_the_text_predicts_what_is_executed(config, blocks):
     }
     assert all(expected.values())
     for architecture in ARCHITECTURES:
-        kernel = progression_kernels(architecture)[config]
+        kernel = kernel_of(config, architecture)
         record = predict_launch(kernel, config, shape_of(config, blocks))
         assert {name: record.predicted[name] for name in PTX_OF} == expected, architecture
 
 
-@pytest.mark.parametrize("config", DETERMINED[-2:], ids=lambda c: c.short_form())
+@each(DETERMINED[-2:], once=True)
 def test_exponentials_and_barriers_are_predicted_too(config):
     executed = simulated(config, 3)
     exponentials = sum(n for name, n in executed.items() if name.startswith("ex2."))
     barriers = sum(n for name, n in executed.items() if name.startswith("bar.sync"))
     assert exponentials and barriers
     for architecture in ARCHITECTURES:
-        kernel = progression_kernels(architecture)[config]
+        kernel = kernel_of(config, architecture)
         opcodes = predict_launch(kernel, config, shape_of(config, 3)).predicted_opcodes
         reciprocals = sum(n for name, n in executed.items() if name.startswith("rcp."))
         assert opcodes["MUFU"] == exponentials + reciprocals
         assert opcodes["BAR"] == barriers
 
 
-@pytest.mark.parametrize("config", LAZY, ids=lambda c: c.short_form())
+@each(LAZY, once=True)
 def test_what_the_data_decide_is_not_predicted(config):
-    kernel = progression_kernels(DEFAULT)[config]
+    kernel = kernel_of(config, DEFAULT)
     with pytest.raises(NotDeterminedError, match="branch"):
         predict_launch(kernel, config, shape_of(config, 3))
 
 
-@pytest.mark.parametrize("config", WITHOUT_TENSOR, ids=lambda c: c.short_form())
+@each(WITHOUT_TENSOR, once=True)
 def test_without_tensor_instructions_nothing_is_predicted(config):
     with pytest.raises(NotDeterminedError, match="has no tensor instructions"):
-        trips(progression_kernels(DEFAULT)[config], config, 1000)
+        trips(kernel_of(config, DEFAULT), config, 1000)

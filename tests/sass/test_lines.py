@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sass_text import DEFAULT, WITH_TENSOR, kernels_of_all_steps
+from sass_text import ATTENTION, DEFAULT, in_tiers, kernels_of
 
+from flash_helpers.kernel_configs import Config
+from flash_helpers.measure.machine_code import listed_configs
 from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.cubin import Cubin, read_cubin
@@ -156,13 +158,17 @@ class TestPaths:
         chains = [(SourceLine("/there/src/include/other.cuh", 7),)]
         assert relative_to_repository(chains, "src/include/forward_kernel.cuh") == chains
 
-    def test_of_the_library_name_files_of_the_repository(self, root: Path) -> None:
-        for config, kernel in kernels_of_all_steps(DEFAULT).items():
+    @in_tiers(listed_configs(DEFAULT))
+    def test_of_the_library_name_files_of_the_repository(
+        self, root: Path, configs: tuple[Config, ...]
+    ) -> None:
+        for config, kernel in kernels_of(configs, DEFAULT).items():
+            is_attention = config.family.operation is ATTENTION
             files = {line.file for i in kernel.instructions for line in i.source}
             relative = {file for file in files if not file.startswith("/")}
             assert str(config.step.source) in relative
             # of attention also copies, fragments and mma
-            assert len(relative) >= (3 if config in WITH_TENSOR else 2)
+            assert len(relative) >= (3 if is_attention else 2)
             assert all((root / file).is_file() for file in relative)
             assert not any("src/include" in file for file in files - relative)
 

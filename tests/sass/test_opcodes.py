@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sass_text import ARCHITECTURES, progression_kernels
+from sass_text import ARCHITECTURES, PROGRESSION, in_tiers, kernels_of
 
 from flash_helpers.sass.analyse.counts import Bucket, buckets
 from flash_helpers.sass.read.opcodes import (
@@ -100,9 +100,12 @@ def test_what_is_not_known_is_said_and_never_an_error(opcode, capability):
     assert cost(opcode, capability) is None
 
 
+@in_tiers(PROGRESSION)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_opcode_of_the_library_has_a_class_and_a_pipe_where_it_has_a_cost(architecture):
-    for kernel in progression_kernels(architecture).values():
+def test_every_opcode_of_the_library_has_a_class_and_a_pipe_where_it_has_a_cost(
+    architecture, configs
+):
+    for kernel in kernels_of(configs, architecture).values():
         for i, kind in zip(kernel.instructions, buckets(kernel.instructions), strict=True):
             assert classify(i.opcode, i.operands) in set(CLASSES) - {OTHER}, i.text
             if i.cost is not None and kind is not Bucket.PADDING:

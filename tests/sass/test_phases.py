@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, kernel, of_version, progression_kernels
+from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, kernel, kernel_of, of_version
+from tiers import each
 
 from flash_helpers.measure.machine_code import trips, unit_of
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
@@ -131,9 +132,9 @@ def test_a_loop_around_the_main_loop_is_split_at_its_header():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("config", WITH_TENSOR, ids=lambda c: c.short_form())
+@each(WITH_TENSOR, once=True)
 def test_the_loop_of_a_kernel_handles_one_block_of_k_and_v(config, architecture):
-    found = progression_kernels(architecture)[config]
+    found = kernel_of(config, architecture)
     counts = count_phases(found)
     assert counts.main_loop is not None
     rows = config.B_r // config.n_warps
@@ -307,7 +308,7 @@ def test_without_lines_nothing_is_claimed():
 
 def test_the_loops_of_the_library_are_unrolled_by_pragmas_alone():
     config = of_version(16)
-    found = progression_kernels(DEFAULT)[config]
+    found = kernel_of(config, DEFAULT)
     signs = unrolling(found, found.loops[0])
     assert signs.by_ptxas == 1
     # one line holds mma; it is inlined into the two products of half the tensor instructions each

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from fake_backend import load_tool
-from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version, progression_kernels
+from sass_text import (
+    ARCHITECTURES,
+    DEFAULT,
+    PROGRESSION,
+    in_tiers,
+    kernel,
+    kernel_of,
+    kernels_of,
+    needs,
+    of_version,
+)
 
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
@@ -192,8 +202,9 @@ def test_registers_that_a_kernel_takes_on_the_way_are_told_apart(planted: Path):
     assert f" of {start} registers" not in text
 
 
-def test_no_more_registers_are_live_than_the_kernel_has():
-    for config, found in progression_kernels(DEFAULT).items():
+@in_tiers(PROGRESSION)
+def test_no_more_registers_are_live_than_the_kernel_has(configs):
+    for config, found in kernels_of(configs, DEFAULT).items():
         peak = config_report(config, found).peak
         assert peak is not None and peak.live is not None
         assert 0 < peak.live.general <= found.resources.registers
@@ -220,7 +231,7 @@ def test_a_bound_on_a_cost_that_is_not_certain_says_so():
 def test_the_bound_stands_beside_the_measurement(root: Path):
     config = of_version(16)
     results = load_results(root / "benchmarks/results/h100.json")
-    report = report_on(config_facts(config, progression_kernels("sm_90")[config], results))
+    report = report_on(config_facts(config, kernel_of(config, "sm_90"), results))
     measured = results.find(config.short_form(), "bf16", 4096)
     told = report.facts.measurement
     assert measured is not None and told is not None
@@ -232,13 +243,13 @@ def test_the_bound_stands_beside_the_measurement(root: Path):
     text = report_text(report)
     assert f"Measured: {measured.median_ms:.3f} ms" in text
     assert "Lower bounds of a launch" in text
-    without = report_text(config_report(config, progression_kernels("sm_90")[config]))
+    without = report_text(config_report(config, kernel_of(config, "sm_90")))
     assert "Lower bounds of a launch" not in without
 
 
 def test_another_launch_can_be_predicted():
     config = of_version(16)
-    found = progression_kernels(DEFAULT)[config]
+    found = kernel_of(config, DEFAULT)
     problem = AttentionForward(batch=1, heads=16, len_q=8192, dtype=config.dtype)
     prediction = predict_config(found, config, problem, Chip(sms=108, mhz=1410.0))
     facts = replace(config_facts(config, found, None), prediction=prediction)
@@ -307,7 +318,7 @@ def test_source_lines_are_printed_once_above_what_they_became(tmp_path):
 
 def test_markdown_and_json_hold_the_same():
     config = of_version(1)
-    found = progression_kernels(DEFAULT)[config]
+    found = kernel_of(config, DEFAULT)
     report = config_report(config, found)
     data = json.loads(json.dumps(report_json(report)))
     assert data["name"] == config.short_form()

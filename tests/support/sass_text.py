@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import pytest
-from tiers import is_of_first_tier, stands_for_its_step
+from _pytest.mark.structures import ParameterSet
+from tiers import is_of_first_tier, matrix_mark
 
 from flash_helpers.kernel_configs import (
     Config,
@@ -15,7 +17,7 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.machine_code import ARCHITECTURE, listed_configs, own_kernels
+from flash_helpers.measure.machine_code import ARCHITECTURE, own_kernels
 from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.runtime import library
 from flash_helpers.sass.read import opcodes
@@ -35,12 +37,7 @@ from flash_helpers.sass.read.records import (
 # What the installed library holds machine code of every portable family for, and one of these.
 ARCHITECTURES = tuple(name for name in library.architectures() if re.fullmatch(r"sm_\d+", name))
 DEFAULT = ARCHITECTURE
-# Every step once, and what leads in all dtypes: as much as the first tier simulates.
-PROGRESSION = [
-    config
-    for config in get_kernel_progression_configs()
-    if config.family.is_portable and is_of_first_tier(config, once=True)
-]
+PROGRESSION = [config for config in get_kernel_progression_configs() if config.family.is_portable]
 WITH_TENSOR = [config for config in PROGRESSION if config.family.operation is ATTENTION]
 WITHOUT_TENSOR = [config for config in PROGRESSION if config not in WITH_TENSOR]
 
@@ -155,23 +152,43 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
     return f"@{'!' * negated}{'U' * uniform}P{'T' if number == 7 else number}"
 
 
-@functools.lru_cache
-def progression_kernels(architecture: str) -> dict[FlashForwardKernelConfig, Kernel]:
-    """The kernels of PROGRESSION."""
-    return own_kernels(architecture, PROGRESSION)
+def parts_of(configs: Iterable[Config]) -> list[ParameterSet]:
+    """Return the parts in which tests look at many configs: those of the first tier, and, in the
+    matrix, the others of each family."""
+    leading, others = [], defaultdict(list)
+    for config in configs:
+        first = is_of_first_tier(config, once=True)
+        (leading if first else others[config.family.name]).append(config)
+    return [
+        pytest.param((*leading,), id="leading"),
+        *(
+            pytest.param((*some,), marks=matrix_mark(some[0]), id=f"others of {name}")
+            for name, some in others.items()
+        ),
+    ]
+
+
+def in_tiers(configs: Iterable[Config]) -> pytest.MarkDecorator:
+    """Return the marker of a test that looks at many configs, in argument `configs`."""
+    return pytest.mark.parametrize("configs", parts_of(configs))
 
 
 @functools.lru_cache
-def kernels_of_all_steps(architecture: str) -> dict[Config, Kernel]:
-    """One kernel of each step, those made for the architecture alone among them."""
-    made = listed_configs(architecture)
-    return own_kernels(architecture, filter(stands_for_its_step, made))
+def kernels_of(configs: tuple[Config, ...], architecture: str) -> dict[Config, Kernel]:
+    """The kernels of configs, which are read together."""
+    return own_kernels(architecture, configs)
+
+
+def kernel_of(config: Config, architecture: str) -> Kernel:
+    """The kernel of a config of PROGRESSION, read with all others of its part of the tiers."""
+    is_first = is_of_first_tier(config, once=True)
+    together = (c for c in PROGRESSION if is_of_first_tier(c, once=True) is is_first)
+    return kernels_of((*together,), architecture)[config]
 
 
 def of_version(number: int, dtype: Element = Element.BF16) -> FlashForwardKernelConfig:
     """A config of the progression."""
-    every = get_kernel_progression_configs()
-    return next(c for c in every if (c.version, c.dtype) == (number, dtype))
+    return next(c for c in PROGRESSION if (c.version, c.dtype) == (number, dtype))
 
 
 def loops_as_addresses(found: Sequence[Operation]) -> list[tuple[int, set[int], int]]:
