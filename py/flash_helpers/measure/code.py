@@ -104,8 +104,10 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
         with contextlib.suppress(ValueError):  # a step that no longer exists
             if (config := config_from_short_form(measurement.ran)) in listed:
                 known.append((measurement, config))
+    if not known:
+        return frozenset()
     today = codes_today({config for _, config in known}, results.provenance.compute_capability)
-    equal = equal_codes(default_jit().root) if known else frozenset()
+    equal = equal_codes(default_jit().root)
     codes = ((m, frozenset((m.code, today.get(config, m.code)))) for m, config in known)
     return frozenset(m.name for m, both in codes if len(both) > 1 and both not in equal)
 

@@ -31,7 +31,7 @@ from flash_helpers.measure.results import (
     RATE_NAMES,
     BenchmarkResults,
 )
-from flash_helpers.measure.staircases import Stair, measured_families, stairs
+from flash_helpers.measure.staircases import Stair, stairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,13 +109,17 @@ def _stairs(results: BenchmarkResults, dtype: str) -> Iterable[Stair]:
 
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     """Numbers of the panel by step: percent of PyTorch's flash backend in the harmonic mean over
-    all lengths, for each step of the measured families and for the contenders beside them. Steps
-    are at the fixed tile, at the large tile, and at the large tile with a stride read at run time.
+    all lengths, for each measured step and for the contenders beside them. Steps are at
+    the fixed tile, at the large tile, and at the large tile with a stride read at run time.
 
     Raises PlotError if no step was measured at every length, or the flash backend was not.
     """
-    measured = measured_families(results.names(dtype))
-    found = [own for own in _stairs(results, dtype) if own.step.family in measured]
+    measured = {*results.names(dtype)}
+    found = [
+        own
+        for own in _stairs(results, dtype)
+        if not measured.isdisjoint(config.short_form() for config in own.configs)
+    ]
 
     def percents(configs: Iterable[Config | None]) -> list[float | None]:
         shares = (results.of_first(c.short_form(), dtype) if c else None for c in configs)
