@@ -33,7 +33,7 @@ from flash_helpers.compile.jit import Jit
 from flash_helpers.compile.ptxas import PtxasReport
 from flash_helpers.compile.toolchain import BuildError
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
-from flash_helpers.measure import timing
+from flash_helpers.measure import command_line, timing
 from flash_helpers.measure.benchmark import Contender, InputSet
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.results import (
@@ -423,7 +423,7 @@ def gpu(tool, monkeypatch) -> ModuleType:
     h100 = replace(provenance(fake_backend(), "", ""), gpu="an H100", compute_capability="9.0")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
     monkeypatch.setattr(
-        tool,
+        command_line,
         "provenance",
         lambda backend, command, commit: replace(h100, command=command, commit=commit),
     )
