@@ -33,8 +33,9 @@ Kernel o7_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o8_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o9_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o10_bf16_d128_Br128_Bc64_w4_kernel();
-Kernel o11_fp16_d128_Br128_Bc64_w4_kernel();
 Kernel o11_bf16_d128_Br128_Bc64_w4_kernel();
+Kernel o12_fp16_d128_Br128_Bc64_w4_kernel();
+Kernel o12_bf16_d128_Br128_Bc64_w4_kernel();
 
 inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels = {
     {{.overlap = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
@@ -103,11 +104,14 @@ inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels 
     {{.overlap = 10, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 0, .lse = false, .causal = false, .softcap = false, .window = false},
      {o10_bf16_d128_Br128_Bc64_w4_kernel()}},
-    {{.overlap = 11, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .static_row_stride = 0, .lse = false, .causal = false, .softcap = false, .window = false},
-     {o11_fp16_d128_Br128_Bc64_w4_kernel()}},
     {{.overlap = 11, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 0, .lse = false, .causal = false, .softcap = false, .window = false},
      {o11_bf16_d128_Br128_Bc64_w4_kernel()}},
+    {{.overlap = 12, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
+      .static_row_stride = 0, .lse = false, .causal = false, .softcap = false, .window = false},
+     {o12_fp16_d128_Br128_Bc64_w4_kernel()}},
+    {{.overlap = 12, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
+      .static_row_stride = 0, .lse = false, .causal = false, .softcap = false, .window = false},
+     {o12_bf16_d128_Br128_Bc64_w4_kernel()}},
 };
 // clang-format on

@@ -121,7 +121,10 @@ class TestRefusal:
         ("problem", "message"),
         [
             (AttentionForward(1, 1, 150), r"seq_len 150 is not a multiple of .* 64 .*: use 192"),
-            (AttentionForward(1, 1, 128, d_head=96), "d_head 96: .* is built for 128: pad"),
+            (
+                AttentionForward(1, 1, 128, d_head=96),
+                "d_head 96 is not .*: pad .* to 128",
+            ),
             (AttentionForward(1, 65536, 128), "heads 65536 is over the limit 65535"),
         ],
     )

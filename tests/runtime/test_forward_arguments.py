@@ -68,7 +68,7 @@ class TestForward:
         ("shape", "message"),
         [
             ((2, 128, 3, 0), "q has d_head 0"),
-            ((2, 128, 3, 64), "d_head 64: .* is built for 128: pad"),
+            ((2, 128, 3, 64), "d_head 64 is not supported by .*: pad .* to 128"),
             ((2, 100, 3, 128), "seq_len 100 is not a multiple of B_r 64"),
             ((2, 32, 3, 128), "seq_len 32 is not a multiple of B_r 64"),
         ],

@@ -125,10 +125,18 @@ def _supports_of(title: str, families: Iterable[Family]) -> str:
 
 
 def _taken(family: Family, step: Step) -> dict[str, str]:
-    """Problems that a step's fixed config and its variants take, in words."""
+    """Problems that a step's fixed config and its variants take, in words: all sizes that they are
+    built for, and the rest of the variant with the most options."""
     config = family.fixed_config(step, Element.from_name(MAIN_DTYPE))
-    taken = [variant.supports.described() for variant in config.variants()]
-    return max(taken, key=lambda quantities: len(quantities["options"]))
+    found = [variant.supports for variant in config.variants()]
+    widest = max((s.described() for s in found), key=lambda taken: len(taken["options"]))
+    found.sort(key=lambda supports: [*supports.sizes.values()])
+    in_order = [(supports.sizes, supports.described()) for supports in found]
+    return {
+        name: ", ".join(dict.fromkeys(taken[name] for sizes, taken in in_order if name in sizes))
+        or text
+        for name, text in widest.items()
+    }
 
 
 def _length_table(

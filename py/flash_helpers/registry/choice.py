@@ -32,13 +32,23 @@ def first_that_takes(problem: Problem, configs: Sequence[Config]) -> Config:
     """Return the first of the configs that supports a problem.
 
     Raises ValueError if none does, with the refusal of the nearest: the config that lacks the
-    fewest abilities, then the one that takes the smallest problems.
+    fewest abilities, then the one whose sizes the problem can be padded to with the fewest zeros,
+    then the one that takes the smallest problems.
     """
     for config in configs:
         if not config.refusal(problem):
             return config
-    nearest = min(configs, key=lambda c: (len(c.supports.lacking(problem)), c.supports.smallest))
+    nearest = min(configs, key=lambda config: _distance(config, problem))
     raise ValueError(
         f"no kernel of {problem.operation} for this device takes {problem}; the nearest: "
         f"{nearest.refusal(problem)}"
     )
+
+
+def _distance(config: Config, problem: Problem) -> tuple[int, ...]:
+    """Return how far a config is from a problem: abilities and sizes that it lacks, sizes that are
+    too small, how far all sizes are apart, the smallest problem that it takes."""
+    supports = config.supports
+    padding = [size - getattr(problem, name) for name, size in supports.sizes.items()]
+    too_small = sum(zeros < 0 for zeros in padding)
+    return len(supports.lacking(problem)), too_small, sum(map(abs, padding)), supports.smallest

@@ -4,6 +4,7 @@ with `mma.sync`. Standard library only.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -94,12 +95,23 @@ class OverlapKernelConfig(MmaSyncConfig):
         return OVERLAP
 
     def variants(self) -> tuple[OverlapKernelConfig, ...]:
-        """Return the config, and those with other flags that its step has, the most alike first."""
-        flags = [name for name in FLAGS if name in self.step.tunable]
-        values = [(getattr(self, name), not getattr(self, name)) for name in flags]
-        found = [dict(zip(flags, some, strict=True)) for some in itertools.product(*values)]
-        found.sort(key=lambda some: sum(getattr(self, n) != value for n, value in some.items()))
-        return tuple(self.replace(**some) for some in found)
+        """Return the config, and those with other flags that its step has, the most alike first;
+        then the same of the other head sizes' tiles."""
+        return _variants(self)
+
+    def of_size(self, d_head: int) -> OverlapKernelConfig:
+        """Return the config of the same step, dtype and flags with the usual tile of a head
+        size."""
+        return self.replace(d_head=d_head, **TILES[d_head])
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        if self.d_head not in TILES:
+            raise ValueError(
+                f"d_head {self.d_head} is not built: choose one of "
+                f"{', '.join(map(str, TILES))}, and pad with zeros"
+            )
+        super().check()
 
     @property
     def supports(self) -> AttentionSupports:
@@ -141,12 +153,36 @@ class OverlapKernelConfig(MmaSyncConfig):
         }
 
 
+def _tile(B_r: int, B_c: int) -> Mapping[str, int]:
+    return MappingProxyType({"B_r": B_r, "B_c": B_c, "n_warps": 4})
+
+
+# Usual tiles by head size, of 96 KB of shared memory at most: sm_86 and sm_89 have 99 KB per block.
+# From 192 on a warp has 16 rows, since 32 would take 192 registers or more for O.
+TILES: Mapping[int, Mapping[str, int]] = MappingProxyType(
+    {
+        64: _tile(128, 64),
+        96: _tile(128, 64),
+        128: _tile(128, 64),
+        192: _tile(64, 48),
+        256: _tile(64, 32),
+    }
+)
+
+# Of the other head sizes these are listed: each once, in every dtype, and flags.
+_LISTED: Mapping[int, tuple[Element, Mapping[str, bool]]] = MappingProxyType(
+    {
+        64: (Element.FP16, {"causal": True}),
+        96: (Element.BF16, {}),
+        192: (Element.FP16, {"window": True}),
+        256: (Element.BF16, {"lse": True, "softcap": True}),
+    }
+)
+
 _BASE: Mapping[str, Any] = MappingProxyType(
     {
         "d_head": 128,
-        "B_r": 128,
-        "B_c": 64,
-        "n_warps": 4,
+        **TILES[128],
         "static_row_stride": PROGRESSION_ROW_STRIDE,
         "lse": False,
         "causal": False,
@@ -181,15 +217,34 @@ def successor(text: str) -> str:
     return f"two stages are steps of family overlap now: {config.short_form()} is {difference}"
 
 
+@functools.cache  # a choice asks for them at each call
+def _variants(own: OverlapKernelConfig) -> tuple[OverlapKernelConfig, ...]:
+    flags = [name for name in FLAGS if name in own.step.tunable]
+    values = [(getattr(own, name), not getattr(own, name)) for name in flags]
+    found = [dict(zip(flags, some, strict=True)) for some in itertools.product(*values)]
+    found.sort(key=lambda some: sum(getattr(own, n) != value for n, value in some.items()))
+    sizes = [own]
+    if "d_head" in own.step.tunable:
+        sizes += [own.of_size(d_head) for d_head in TILES if d_head != own.d_head]
+    return tuple(config.replace(**some) for config in sizes for some in found)
+
+
 def _file(number: int) -> str:
     return f"kernels/overlap/o{number}.cuh"
 
 
 def last_variants() -> list[OverlapKernelConfig]:
-    """Return the last step's config in bf16 with each flag alone, and with all."""
-    own = OVERLAP.fixed_config([*OVERLAP.steps.values()][-1], Element.BF16)
-    *fewer, every = own.variants()
-    return [*(c for c in fewer if len(differing_fields(c, own)) < 2), every]
+    """Return the last step's config in bf16 with each flag alone, and with all; and one config of
+    each other head size."""
+    last = [*OVERLAP.steps.values()][-1]
+    own = OVERLAP.fixed_config(last, Element.BF16)
+    *fewer, every = (config for config in own.variants() if config.d_head == own.d_head)
+    alone = (config for config in fewer if len(differing_fields(config, own)) < 2)
+    others = (
+        OVERLAP.fixed_config(last, dtype).of_size(d_head).replace(**flags)
+        for d_head, (dtype, flags) in _LISTED.items()
+    )
+    return [*alone, every, *others]
 
 
 OVERLAP = Family(
@@ -269,6 +324,12 @@ OVERLAP = Family(
             "window: blocks of keys outside of what a tile sees are never loaded",
             _file(11),
             opens={"window": (False,)},
+        ),
+        StepEntry(
+            "head_sizes",
+            "head sizes of 64 to 256, each with a tile of its own",
+            _file(12),
+            opens={"d_head": (128,)},
         ),
     ),
     targets=TARGETS,

@@ -31,8 +31,8 @@ class Supports(Protocol):
         """Size of the smallest problem, by which kernels of one operation are compared."""
 
     def lacking(self, problem: Any) -> dict[str, tuple[str, str]]:
-        """Return the abilities that a problem needs and the kernel lacks, by name: the values in
-        words, and the way out."""
+        """Return the sizes and abilities that a problem needs and the kernel lacks, by name: the
+        values in words, and the way out."""
 
     def adapted(self, problem: Any) -> Any:
         """Return the problem with the options that are compiled into the kernel, such as a mask:

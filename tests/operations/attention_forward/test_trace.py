@@ -229,7 +229,7 @@ def test_keys_are_walked_backwards_from_version_13_on():
 def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
     config = config_of("v1")
     shape = AttentionForward(1, 1, seq_len, d_head)
-    with pytest.raises(ValueError, match=r"100 is not a multiple|d_head 64: .* built for 128"):
+    with pytest.raises(ValueError, match=r"100 is not a multiple|d_head 64 is not supported"):
         next(blockwise_forward(config, *inputs(config, shape=shape)))
 
 

@@ -224,6 +224,10 @@ FAULTS = {
         swap(r"max\.s32\s+(%r\d+), .*;", r"mov.u32 \1, 4096;"), nth(0), quantity="Q", turn=1,
         options={"window": True},
     ),
+    "o12: columns of Q behind those of whole pieces of 64 are not copied": Fault(
+        "o12", BF16, PROLOGUE, COPY, drop, nth(2), UninitialisedReadError,
+        "ldmatrix_x4(Q_rmem[k % 2][i]", options={"d_head": 96},
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",

@@ -169,9 +169,9 @@ class AttentionSupports:
         return math.lcm(self.shortest, self.B_r, self.B_c)
 
     def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
-        """Return the abilities that a problem needs and the kernel lacks, by name: the values in
-        words, and the way out."""
-        found = {}
+        """Return the head sizes and abilities that a problem needs and the kernel lacks, by name:
+        the values in words, and the way out."""
+        found = self._other_sizes(problem)
         if problem.causal != self.causal:
             found[CAUSAL] = (
                 (CAUSAL, "without causal=True every query sees all keys")
@@ -181,6 +181,33 @@ class AttentionSupports:
         asked = asked_for(problem)
         found |= {name: _EXACT[name] for name in ABILITIES if name in self.exact - asked.keys()}
         return found | {name: text for name, text in asked.items() if name not in self.abilities}
+
+    def _other_sizes(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
+        """Return the head sizes of a problem that the kernel is not built for, as `lacking`."""
+        found = {}
+        largest = max(self.d_heads)
+        if problem.d_head not in self.d_heads:
+            scale = (
+                f"pass softmax_scale={problem.softmax_scale:.6g}, which would be that of {largest}"
+                if SOFTMAX_SCALE in self.abilities
+                else f"scale q, since the kernels divide by sqrt({largest})"
+            )
+            way_out = (
+                f"pad the last dimension with zeros to {largest}, and {scale}"
+                if problem.d_head < largest
+                else f"{largest} is the nearest; "
+                "torch.nn.functional.scaled_dot_product_attention takes any"
+            )
+            found["d_head"] = (f"d_head {problem.d_head}", way_out)
+        d_v = self.d_v or (problem.d_head if problem.d_head in self.d_heads else largest)
+        if problem.d_v != d_v:
+            way_out = (
+                f"pad v with zeros to {d_v}, and drop those columns of o"
+                if problem.d_v < d_v
+                else f"split v into calls of {d_v} columns at most"
+            )
+            found["d_v"] = (f"d_v {problem.d_v} with d_head {problem.d_head}", way_out)
+        return found
 
     def problem(
         self,
@@ -215,22 +242,6 @@ class AttentionSupports:
             return f"{values} is not supported by {kernel}: {way_out}"
         if problem.dtype != self.dtype:
             return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
-        if problem.d_head not in self.d_heads:
-            known, largest = " and ".join(map(str, self.d_heads)), max(self.d_heads)
-            scale = (
-                f"pass softmax_scale={problem.softmax_scale:.6g}, which would be that of {largest}"
-                if SOFTMAX_SCALE in self.abilities
-                else f"scale q, since the kernels divide by sqrt({largest})"
-            )
-            return (
-                f"d_head {problem.d_head}: {kernel} is built for {known}: pad the last dimension "
-                f"with zeros to {largest} if it is smaller (and {scale})"
-            )
-        if problem.d_v != (d_v := self.d_v or problem.d_head):
-            return (
-                f"d_v {problem.d_v}: {kernel} is built for {d_v} with d_head {problem.d_head}: pad "
-                f"v with zeros to {d_v} if it is smaller, and drop those columns of o"
-            )
         for length_name, length in problem.lengths.items():
             for name, rows in self.blocks.items():
                 if length % rows:
@@ -298,7 +309,7 @@ class AttentionSupports:
         options = [CAUSAL] if self.causal else []
         named = (SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS)
         options += [name for name in named if name in self.abilities]
-        of_v = f", {self.d_v} of V" if self.d_v else ""
+        of_v = f" with {self.d_v} of V" if self.d_v else ""
         return {
             "d_head": ", ".join(map(str, self.d_heads)) + of_v,
             "seq_len": f"{lengths}{different}, up to {self.max_length:,}",
