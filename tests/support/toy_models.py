@@ -135,8 +135,14 @@ def _flux(_: int) -> Network:
 MODELS = {
     "Llama": Model(_decoder("Llama"), options=_causal()),
     "Gemma 2": Model(
-        _decoder("Gemma2", **_ALTERNATING, query_pre_attn_scalar=64, attn_logit_softcapping=2.0),
-        options=_causal(window_left=_WINDOW - 1, softcap=2.0, softmax_scale=64**-0.5),
+        _decoder(
+            "Gemma2",
+            **_ALTERNATING,
+            head_dim=256,
+            query_pre_attn_scalar=64,
+            attn_logit_softcapping=2.0,
+        ),
+        options=_causal(window_left=_WINDOW - 1, softcap=2.0, softmax_scale=64**-0.5, d_head=256),
     ),
     "Mistral": Model(
         _decoder("Mistral", sliding_window=_WINDOW), options=_causal(window_left=_WINDOW - 1)
@@ -145,11 +151,12 @@ MODELS = {
         _decoder(
             "GptOss",
             **_ALTERNATING,
+            head_dim=64,
             num_local_experts=2,
             num_experts_per_tok=2,  # all experts, so that rounding does not choose others
             experts_implementation="eager",  # which computes in float64 too
         ),
-        options=_causal(window_left=_WINDOW - 1, sinks=True),
+        options=_causal(window_left=_WINDOW - 1, sinks=True, d_head=64),
     ),
     "ViT": Model(_vit, _pixels, lambda tokens: [{}]),
     "Flux, a DiT": Model(_flux, _latents, lambda tokens: [{}], own="native"),
