@@ -37,7 +37,7 @@ def test_a_head_size_between_them_is_refused_with_the_next(d_head, nearest, opti
 
 
 def test_a_head_size_beyond_them_is_refused_with_the_largest():
-    with pytest.raises(ValueError, match=r"d_head 257 is not supported by .*: 256 is the nearest"):
+    with pytest.raises(ValueError, match=r"d_head 257 is not supported by .*: use 256 at most"):
         config_for(problem(257), None)
 
 

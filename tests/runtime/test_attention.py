@@ -127,7 +127,7 @@ class TestRefusal:
         [
             ([(1, 100, 2, 128)] * 3, "seq_len 100 is not a multiple of B_r 64 .*: use 128"),
             ([(1, 128, 2, 64)] * 3, "d_head 64 is not supported by .*: pad .* to 128"),
-            ([(1, 128, 2, 256)] * 3, "d_head 256 is not supported by .*: 128 is the nearest"),
+            ([(1, 128, 2, 256)] * 3, "d_head 256 is not supported by .*: use 128 at most"),
             ([(128, 2, 128)] * 3, "q has 3 dimensions"),
             (
                 [(1, 128, 8, 128), (1, 128, 2, 128), (1, 128, 2, 128)],

@@ -58,7 +58,7 @@ def draw(launch: LaunchFormula, rng: random.Random) -> dict[str, Any]:
     elif "kv_heads" in found and rng.random() < 0.8:
         found["heads"] = found["kv_heads"] * rng.choice((1, 2, 3, 4))
     if rng.random() < 0.2:
-        spoilt = rng.choice([*found])
+        spoilt = rng.choice([given.name for given in launch.inputs])
         if not isinstance(found[spoilt], float):
             found[spoilt] += rng.choice((1, 2, 4, 7))
     return found

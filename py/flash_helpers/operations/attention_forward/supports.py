@@ -195,8 +195,7 @@ class AttentionSupports:
             way_out = (
                 f"pad the last dimension with zeros to {largest}, and {scale}"
                 if problem.d_head < largest
-                else f"{largest} is the nearest; "
-                "torch.nn.functional.scaled_dot_product_attention takes any"
+                else f"use {largest} at most, or torch.nn.functional.scaled_dot_product_attention"
             )
             found["d_head"] = (f"d_head {problem.d_head}", way_out)
         d_v = self.d_v or (problem.d_head if problem.d_head in self.d_heads else largest)
