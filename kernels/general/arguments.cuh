@@ -19,6 +19,7 @@ struct GeneralKernelConfig {
     bool causal; // a causal mask, aligned to the bottom right
     int cluster; // thread blocks that share the loads of K and V
     int d_v; // head size of V and O; 0 for that of Q and K
+    bool window; // a query sees keys within a distance
     // fields:end
 
     constexpr int consumers() const { return B_r / 64; } // warpgroups

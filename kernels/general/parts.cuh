@@ -151,6 +151,25 @@ struct Memory {
     }
 };
 
+// Keys that a row does not see become -infinity. The columns of S are the keys from first_key on,
+// its rows g and g + 8 are `query` and the eighth behind it.
+template <Edges kEdges, int kCount>
+__device__ __forceinline__ void hide_keys(float (&S_rmem)[kCount], const GeneralKernelArgs &args,
+                                          int query, int first_key) {
+    const int end[2] = {visible_keys<kEdges>(query, args) - first_key,
+                        visible_keys<kEdges>(query + 8, args) - first_key};
+    hide_columns(S_rmem, end);
+    if constexpr (kEdges == Edges::kWindow) {
+        const int begin = first_visible_key<kEdges>(query, args) - first_key - threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            if (i / 4 * 8 + i % 2 - i / 2 % 2 * 8 < begin) {
+                S_rmem[i] = -INFINITY;
+            }
+        }
+    }
+}
+
 // S rounded as operand A of P @ V. Columns that S lacks and P has are 0; returns whether there are
 // any.
 template <DType kDType, int kSteps, int kCount>

@@ -54,20 +54,22 @@ def _is_of(family: Family[Any], entry: BestConfig) -> bool:
 @functools.cache
 def leading_configs(name: str) -> frozenset[Config]:
     """Return the configs of a family that the first tier tests on everything: the fixed ones of the
-    first and the last step, with those of their variants that are listed and take the same head
-    size, such as the causal one, and the fastest ones."""
+    first and the last step, the fastest ones, and of the last step those variants of the fixed ones
+    that are listed and take the same head size, such as the causal one."""
     family = FAMILIES[name]
     listed = {*committed(family.operation)}
     steps = [*family.steps.values()]
-    ends = [
-        variant
+    first, last = (
+        [family.fixed_config(step, dtype) for dtype in family.dtypes]
         for step in (steps[0], steps[-1])
-        for dtype in family.dtypes
-        for fixed in [family.fixed_config(step, dtype)]
+    )
+    variants = [
+        variant
+        for fixed in last
         for variant in fixed.variants()
         if variant in listed and _head_sizes(variant) == _head_sizes(fixed)
     ]
-    return frozenset([*ends, *fastest_configs(family)])
+    return frozenset([*first, *variants, *fastest_configs(family)])
 
 
 def _head_sizes(config: Config) -> tuple[Any, ...]:

@@ -353,6 +353,15 @@ def ranges_text(steps: Iterable[Step]) -> str:
     )
 
 
+def with_flags(config: Own, names: Iterable[str]) -> tuple[Own, ...]:
+    """Return the config, and those with other values of its flags of these names, the most alike
+    first."""
+    found = [config]
+    for name in names:
+        found += [each.replace(**{name: not getattr(each, name)}) for each in found]
+    return tuple(sorted(found, key=lambda each: len(differing_fields(each, config))))
+
+
 def differing_fields(a: Config, b: Config) -> list[str]:
     """Return the fields in which two configs of a family differ, in declaration order."""
     return [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]

@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -12,16 +13,22 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.supports import AttentionSupports
-from flash_helpers.registry.call import StructLayout
-from flash_helpers.registry.config import element, flag, number
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import WINDOW, AttentionSupports
+from flash_helpers.registry.call import INT, StructLayout
+from flash_helpers.registry.config import element, flag, number, with_flags
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import DTYPES
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.wgmma import MEMBERS, TARGET, WgmmaConfig
 
-ARGUMENTS = StructLayout("GeneralKernelArgs", MEMBERS)
+FLAGS = ("causal", "window")  # of a config, for which kernels are compiled
+
+ARGUMENTS = StructLayout(
+    "GeneralKernelArgs",
+    MappingProxyType({**MEMBERS, **dict.fromkeys(("window_left", "window_right"), INT)}),
+)
 _PARENT = HOPPER.steps["h30"]
 
 
@@ -30,7 +37,7 @@ class GeneralKernelConfig(WgmmaConfig):
     """One kernel of the general family. Fields that `WgmmaConfig` does not have:
 
     `cluster`: thread blocks that share the tiles of K and V which are loaded, 1 or 2. `d_v`: head
-    size of V and O, 0 for that of Q and K.
+    size of V and O, 0 for that of Q and K. `window`: the kernel takes problems with a window alone.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -48,6 +55,7 @@ class GeneralKernelConfig(WgmmaConfig):
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
     cluster: int = number("cl", "thread blocks that share the loads of K and V", default=2)
     d_v: int = number("dv", "head size of V and O; 0 for that of Q and K", default=0)
+    window: bool = flag("window", "a query sees keys within a distance", default=False)
 
     @property
     def v_columns(self) -> int:
@@ -75,20 +83,43 @@ class GeneralKernelConfig(WgmmaConfig):
 
     @property
     def supports(self) -> AttentionSupports:
-        """Any lengths, with one head size."""
-        return replace(super().supports, d_v=self.d_v or None)
+        """Any lengths, with one head size; with a window if the kernel has one."""
+        base = super().supports
+        options = frozenset({WINDOW} if self.window else ())
+        return replace(
+            base, abilities=base.abilities | options, exact=options, d_v=self.d_v or None
+        )
+
+    @property
+    def moves(self) -> bool:
+        """Whether the end of the keys that a query sees moves from query to query."""
+        return self.causal or self.window
+
+    def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
+        """Return the blocks up to the last key that the warpgroup of a query sees, from the first
+        that the rows of its cluster see."""
+        seen = super().own_key_blocks(problem, query)
+        heads = 2 if problem.heads // problem.kv_heads % 2 == 0 else 1  # those of a pair of blocks
+        rows = self.B_r if self.cluster == heads else self.cluster * self.B_r
+        first = problem.visible_keys(query // rows * rows).start // self.B_c
+        return range(seen.start, min(first, seen.start) - 1, -1)
+
+    def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
+        """Return the window."""
+        left, right = problem.window_left, problem.window_right
+        return {
+            "window_left": (problem.len_k + self.cluster * self.B_r if left is None else left,),
+            "window_right": (0 if self.causal else problem.len_q if right is None else right,),
+        }
 
     def variants(self) -> tuple[GeneralKernelConfig, ...]:
-        """The config with and without a mask, then the other head sizes' tiles."""
-        own = super().variants()
-        if "d_head" not in self.step.tunable:
-            return own
-        others = (size for size in TILES if size != (self.d_head, self.d_v))
-        return (*own, *(v for size in others for v in WgmmaConfig.variants(self.of_size(*size))))
+        """The config with other flags that its step has, then the other head sizes' tiles."""
+        return _variants(self)
 
     def of_size(self, d_head: int, d_v: int = 0) -> GeneralKernelConfig:
         """Return the config of the same step and dtype with the usual tile of head sizes."""
-        return self.replace(d_head=d_head, d_v=d_v, causal=False, **TILES[d_head, d_v])
+        flags = dict.fromkeys(FLAGS, False)
+        return self.replace(d_head=d_head, d_v=d_v, **flags, **TILES[d_head, d_v])
 
     @property
     def family(self) -> Family[Any]:
@@ -96,11 +127,26 @@ class GeneralKernelConfig(WgmmaConfig):
         return GENERAL
 
 
+@functools.cache  # a choice asks for them at each call
+def _variants(own: GeneralKernelConfig) -> tuple[GeneralKernelConfig, ...]:
+    flags = [name for name in FLAGS if name in own.step.tunable]
+    sizes = [own]
+    if "d_head" in own.step.tunable:
+        sizes += [own.of_size(*size) for size in TILES if size != (own.d_head, own.d_v)]
+    return tuple(
+        found
+        for config in sizes
+        for found in (with_flags(config, flags) if config.may_move else (config,))
+    )
+
+
 def _file(number: int) -> str:
     return f"kernels/general/g{number}.cuh"
 
 
-_BASE: Mapping[str, Any] = MappingProxyType({**_PARENT.options, "cluster": 2, "d_v": 0})
+_BASE: Mapping[str, Any] = MappingProxyType(
+    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False}
+)
 
 
 def _tile(
@@ -125,29 +171,34 @@ TILES: Mapping[tuple[int, int], Mapping[str, Any]] = MappingProxyType(
         (256, 0): _tile(128, 64, 2, 1, ping_pong=False),
     }
 )
-# Of the other head sizes these are listed: each once, every dtype, and with and without a mask.
-_LISTED = {
-    (64, 0): (Element.FP16, True),
-    (96, 0): (Element.BF16, False),
-    (192, 0): (Element.BF16, True),
-    (192, 128): (Element.FP16, False),
-    (256, 0): (Element.BF16, False),
-}
+# Of the last step these are listed too: the tile for short sequences and those of the other head
+# sizes, each in one dtype, and with each flag somewhere.
+_LISTED: tuple[tuple[Element, Mapping[str, Any]], ...] = (
+    (Element.BF16, {"cluster": 1}),
+    (Element.FP16, {"cluster": 1, "causal": True}),
+    (Element.BF16, {"cluster": 1, "window": True}),
+    (Element.FP16, {"causal": True, "window": True}),
+    (Element.FP16, {"d_head": 64, "causal": True}),
+    (Element.BF16, {"d_head": 64, "window": True}),
+    (Element.BF16, {"d_head": 96}),
+    (Element.BF16, {"d_head": 192, "causal": True}),
+    (Element.FP16, {"d_head": 192, "d_v": 128}),
+    (Element.BF16, {"d_head": 256}),
+    (Element.FP16, {"d_head": 256, "causal": True, "window": True}),
+)
 
 
 def _more_configs() -> list[GeneralKernelConfig]:
-    """Return the causal configs of the steps' tiles; and of the last step the tile for short
-    sequences with and without a mask, and tiles of other head sizes."""
+    """Return the steps' causal configs, and more of the last step."""
+    causal = [c.replace(causal=True) for c in GENERAL.progression() if c.dtype is Element.BF16]
     last = [*GENERAL.steps.values()][-1]
-    short = [GENERAL.fixed_config(last, dtype).replace(cluster=1) for dtype in GENERAL.dtypes]
-    shown = (*GENERAL.progression(), *short)
-    fixed = {dtype: GENERAL.fixed_config(last, dtype) for dtype in GENERAL.dtypes}
-    sizes = [
-        fixed[dtype].of_size(*size).replace(causal=causal)
-        for size, (dtype, causal) in _LISTED.items()
+    listed = [
+        GENERAL.fixed_config(last, dtype)
+        .of_size(options.get("d_head", 128), options.get("d_v", 0))
+        .replace(**options)
+        for dtype, options in _LISTED
     ]
-    causal = (config.replace(causal=True) for config in shown)
-    return [*short, *causal, *sizes]
+    return [*causal, *listed]
 
 
 GENERAL = Family(
@@ -178,6 +229,12 @@ GENERAL = Family(
             "head sizes of 64 to 256, and one of V that differs",
             _file(3),
             opens={"d_head": (128,), "d_v": (0,)},
+        ),
+        StepEntry(
+            "window",
+            "window: blocks of keys outside of what a cluster sees are never loaded",
+            _file(4),
+            opens={"window": (False,)},
         ),
     ),
     targets=(TARGET,),

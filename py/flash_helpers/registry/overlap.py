@@ -5,7 +5,6 @@ with `mma.sync`. Standard library only.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from flash_helpers.operations.attention_forward.supports import (
     AttentionSupports,
 )
 from flash_helpers.registry.call import FLOAT, INT, POINTER, STRIDES, StructLayout
-from flash_helpers.registry.config import differing_fields, element, flag, number
+from flash_helpers.registry.config import differing_fields, element, flag, number, with_flags
 from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     CALL_OPTIONS,
@@ -220,13 +219,10 @@ def successor(text: str) -> str:
 @functools.cache  # a choice asks for them at each call
 def _variants(own: OverlapKernelConfig) -> tuple[OverlapKernelConfig, ...]:
     flags = [name for name in FLAGS if name in own.step.tunable]
-    values = [(getattr(own, name), not getattr(own, name)) for name in flags]
-    found = [dict(zip(flags, some, strict=True)) for some in itertools.product(*values)]
-    found.sort(key=lambda some: sum(getattr(own, n) != value for n, value in some.items()))
     sizes = [own]
     if "d_head" in own.step.tunable:
         sizes += [own.of_size(d_head) for d_head in TILES if d_head != own.d_head]
-    return tuple(config.replace(**some) for config in sizes for some in found)
+    return tuple(found for config in sizes for found in with_flags(config, flags))
 
 
 def _file(number: int) -> str:

@@ -174,7 +174,7 @@ class WgmmaConfig(Config):
         """Those that the warp of a query takes, which may be beyond len_q. A causal tile has one at
         least, though it may be hidden."""
         blocks = self.key_blocks(problem.len_k)
-        if not self.causal:
+        if not self.moves:
             return blocks
         together = WGMMA_M if OWN_KEYS in self.step.traits else self.B_r
         last_query = min((query // together + 1) * together, problem.len_q) - 1
@@ -182,10 +182,15 @@ class WgmmaConfig(Config):
         return blocks[-seen:]
 
     @property
+    def moves(self) -> bool:
+        """Whether the end of the keys that a query sees moves from query to query."""
+        return self.causal
+
+    @property
     def few_keys(self) -> int:
         """Keys of a block that a warpgroup which sees no more multiplies with; 0 if it always takes
         them all. Half a block of 128: the diagonal moves by 64 keys from warpgroup to warpgroup."""
-        halves = HALF_BLOCKS in self.step.traits and self.causal
+        halves = HALF_BLOCKS in self.step.traits and self.moves
         return WGMMA_M if halves and self.B_c == 2 * WGMMA_M else 0
 
     def first_keys(self, problem: AttentionForward, query: int) -> int:
@@ -196,9 +201,14 @@ class WgmmaConfig(Config):
 
     def variants(self: Own) -> tuple[Own, ...]:
         """The config, and the causal one, or that without, where the step and the tile have it."""
-        if "causal" not in self.step.tunable or self._refusal_of_causal:
+        if "causal" not in self.step.tunable or not self.may_move:
             return (self,)
         return (self, self.replace(causal=not self.causal))
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the tile can be causal, or have a window."""
+        return not self._refusal_of_causal
 
     @property
     def _refusal_of_causal(self) -> str:
@@ -292,6 +302,7 @@ class WgmmaConfig(Config):
             "scale": (problem.softmax_scale * math.log2(math.e),),
             "head_group": (order.head_group,),
             "last_heads": (order.last_heads,),
+            **self.arguments(problem),
         }
         values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
@@ -323,6 +334,10 @@ class WgmmaConfig(Config):
         )
         return Call((launch,), buffers)
 
+    def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
+        """Return members of the arguments that the family has beside MEMBERS."""
+        return {}
+
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
         rows = [n * WGMMA_M for n in range(1, self.most_consumers + 1)]
@@ -349,7 +364,7 @@ class WgmmaConfig(Config):
                 f"V need {self.smem_bytes} bytes of shared memory, over the limit {limit}: lower "
                 "one of them"
             )
-        if self.causal and self._refusal_of_causal:
+        if self.moves and self._refusal_of_causal:
             raise ValueError(self._refusal_of_causal)
         # O, S and P of a thread; P is what S becomes, so that both are there at times
         registers = (self.v_columns + self.B_c + self.B_c // 2) // 2

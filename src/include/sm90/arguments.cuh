@@ -24,18 +24,28 @@ struct alignas(128) HopperKernelArgs {
     float *lse; // (batch, heads, len_q), or null
     int *next_tile; // a counter, then the taker of each tile, at first 0; null: no counter
     int head_group, last_heads; // heads per group of causal tiles, and in the last one
+    int window_left, window_right; // keys beside its own that a query sees; family general's
 };
 
 // The edges that a kernel's tiles may cross: none; those of the tensors; those of the causal mask
-// too.
-enum class Edges { kNone, kTensors, kCausal };
+// too, or of a window.
+enum class Edges { kNone, kTensors, kCausal, kWindow };
 
-// The number of keys that a query sees. In causal attention the mask is aligned to the bottom
+// The end of the keys that a query sees. In causal attention the mask is aligned to the bottom
 // right: query i sees key j if j <= i + len_k - len_q. A number below 1 means no key.
 template <Edges kEdges>
 __device__ __forceinline__ int visible_keys(int query, const HopperKernelArgs &args) {
+    if constexpr (kEdges == Edges::kWindow) {
+        return args.len_k + min(query + 1 - args.len_q + args.window_right, 0);
+    }
     return kEdges == Edges::kCausal ? min(query + 1 + args.len_k - args.len_q, args.len_k)
                                     : args.len_k;
+}
+
+// Their begin; a number below 1 means key 0.
+template <Edges kEdges>
+__device__ __forceinline__ int first_visible_key(int query, const HopperKernelArgs &args) {
+    return kEdges == Edges::kWindow ? query - args.len_q + (args.len_k - args.window_left) : 0;
 }
 
 // The blocks of keys of a tile whose queries end before `end`: at least one, though all of it may

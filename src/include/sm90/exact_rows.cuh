@@ -37,19 +37,21 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
     Element *O_gmem =
         const_cast<Element *>(head_of(args.O_gmem, args.O_strides, place.head)) + col + 2 * t;
     const int rows[2] = {place.row + g, place.row + g + 8};
-    int visible[2];
+    int visible[2], first[2]; // the end and the begin of the keys that a row sees
     const Element *Q_rows[2]; // the last row stands for rows past it, which are not stored
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         visible[half] = visible_keys<kEdges>(rows[half], args);
+        first[half] = first_visible_key<kEdges>(rows[half], args);
         Q_rows[half] = Q_gmem + (kWhole ? rows[half] : min(rows[half], args.len_q - 1)) * Q_row;
     }
+    const int begin = max(first_visible_key<kEdges>(place.row, args), 0) & -kMmaK;
     const int end = visible_keys<kEdges>(place.row + 15, args);
 
     // m is finite: as long as all keys are at -infinity, each P is 0 and not NaN
     float O_rmem[kTiles][4] = {}, m[2] = {-1e30f, -1e30f}, l[2] = {};
 #pragma unroll 1
-    for (int key = 0; key < end; key += kMmaK) {
+    for (int key = begin; key < end; key += kMmaK) {
         // S = Q @ K^T for 16 keys
         float S_rmem[2][4] = {};
 #pragma unroll 1
@@ -70,8 +72,9 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
             float *S = &S_rmem[0][2 * half], *S_8 = &S_rmem[1][2 * half];
 #pragma unroll
             for (int i = 0; i < 2 && !kWhole; ++i) {
-                S[i] = key + 2 * t + i < visible[half] ? S[i] : -INFINITY;
-                S_8[i] = key + kMmaN + 2 * t + i < visible[half] ? S_8[i] : -INFINITY;
+                const int column = key + 2 * t + i, column_8 = column + kMmaN;
+                S[i] = column < visible[half] && column >= first[half] ? S[i] : -INFINITY;
+                S_8[i] = column_8 < visible[half] && column_8 >= first[half] ? S_8[i] : -INFINITY;
             }
             const float old_m = m[half];
             m[half] =

@@ -375,6 +375,11 @@ FAULTS = {
         "g3", BF16, EPILOGUE, r"mov\.u32.*, 32768;", swap("32768", "16384"), nth(0), DeadlockError,
         "wait_for_turn<T::cfg.ping_pong>(warpgroup)",
     ),
+    "g4: where keys are hidden the bounds of the window are exchanged": Fault(
+        "g4", BF16, MAIN_LOOP, r"ld\.param\.v2\.u32.*\+36\]",
+        swap(r"\{(%r\d+), (%r\d+)\}", r"{\2, \1}"), quantity="l", turn=1,
+        options={"window": True},
+    ),
 }  # fmt: skip
 
 
