@@ -17,6 +17,7 @@ from tiers import (
     is_of_gpu_tier,
     leading_configs,
     stands_for_its_step,
+    usual_dtype,
 )
 
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, Element, config_from_short_form
@@ -166,8 +167,12 @@ class TestCollected:
         first_tier = {case.config for case in own if not case.is_matrix}
         leading = leading_configs(family.name)
         fixing = {c for c in leading if getattr(c.supports, "exact", ())}  # a window or a softcap
-        wanted = {c for c in leading - fixing if not c.supports.options.get("causal")}
-        assert first_tier >= (leading if kind is CORNERS else wanted)
+        wanted = (
+            {c for c in leading if c.dtype is usual_dtype(family)}
+            if kind is CORNERS
+            else {c for c in leading - fixing if not c.supports.options.get("causal")}
+        )
+        assert first_tier >= wanted
         assert first_tier <= leading
 
     @pytest.mark.parametrize("kind", [CORNERS, DISTRIBUTIONS], ids=["corners", "distributions"])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from tiers import is_of_first_tier, matrix_mark
+from tiers import is_of_first_tier, matrix_mark, usual_dtype
 
 from flash_helpers.kernel_configs import (
     Config,
@@ -152,12 +152,18 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
     return f"@{'!' * negated}{'U' * uniform}P{'T' if number == 7 else number}"
 
 
+def _is_read_first(config: Config) -> bool:
+    """Whether the first tier reads it: what leads, and of another step the fixed config."""
+    fixed = config.family.fixed_config(config.step, usual_dtype(config.family))
+    return is_of_first_tier(config) or config == fixed
+
+
 def parts_of(configs: Iterable[Config]) -> list[ParameterSet]:
     """Return the parts in which tests look at many configs: those of the first tier, and, in the
     matrix, the others of each family."""
     leading, others = [], defaultdict(list)
     for config in configs:
-        first = is_of_first_tier(config, once=True)
+        first = _is_read_first(config)
         (leading if first else others[config.family.name]).append(config)
     return [
         pytest.param((*leading,), id="leading"),
@@ -181,8 +187,8 @@ def kernels_of(configs: tuple[Config, ...], architecture: str) -> dict[Config, K
 
 def kernel_of(config: Config, architecture: str) -> Kernel:
     """The kernel of a config of PROGRESSION, read with all others of its part of the tiers."""
-    is_first = is_of_first_tier(config, once=True)
-    together = (c for c in PROGRESSION if is_of_first_tier(c, once=True) is is_first)
+    is_first = _is_read_first(config)
+    together = (c for c in PROGRESSION if _is_read_first(c) is is_first)
     return kernels_of((*together,), architecture)[config]
 
 

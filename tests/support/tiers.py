@@ -2,8 +2,9 @@
 
 The first tier, which the README's command runs, simulates each step once, at one problem, and the
 leading configs on everything: the first, the last and the fastest step of each family, in each
-dtype. What there is besides of configs, dtypes, distributions and corners has the marker `matrix`,
-with the name of the family. On a GPU likewise, where the first step is like any other.
+dtype, and at the corners in one. What there is besides of configs, dtypes, distributions and
+corners has the marker `matrix`, with the name of the family. On a GPU likewise, where the first
+step is like any other.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ def stands_for_its_step(config: Config) -> bool:
     """Whether it is the config with which the first tier simulates the step once: the fixed one, in
     bf16, which the tables show, where the family has it. Of the last step each listed one does."""
     family = config.family
-    dtype = Element.BF16 if Element.BF16 in family.dtypes else family.dtypes[0]
     is_last = config.step is [*family.steps.values()][-1]
-    return is_last or config == family.fixed_config(config.step, dtype)
+    return is_last or config == family.fixed_config(config.step, usual_dtype(family))
+
+
+def usual_dtype(family: Family[Any]) -> Element:
+    """Return the dtype that the tables show: bf16, where the family has it."""
+    return Element.BF16 if Element.BF16 in family.dtypes else family.dtypes[0]
 
 
 def is_of_first_tier(config: Config, *, once: bool = False) -> bool:
@@ -105,18 +110,28 @@ def matrix_mark(config: Config) -> pytest.MarkDecorator:
     return pytest.mark.matrix(config.family.name)
 
 
-def marks_of(config: Config, *, once: bool = False) -> tuple[pytest.MarkDecorator, ...]:
+def marks_of(
+    config: Config, *, once: bool = False, in_one_dtype: bool = False
+) -> tuple[pytest.MarkDecorator, ...]:
     """Return the marks of a test of a config: `matrix` unless the first tier runs it."""
-    return () if is_of_first_tier(config, once=once) else (matrix_mark(config),)
+    is_other = in_one_dtype and config.dtype is not usual_dtype(config.family)
+    is_first = is_of_first_tier(config, once=once) and not is_other
+    return () if is_first else (matrix_mark(config),)
 
 
-def each(configs: Iterable[Config], *, once: bool = False) -> pytest.MarkDecorator:
+def each(
+    configs: Iterable[Config], *, once: bool = False, in_one_dtype: bool = False
+) -> pytest.MarkDecorator:
     """Return the marker of a test of each config, in argument `config`, that sorts it into its
-    tier."""
+    tier. in_one_dtype: the first tier runs it in the usual one."""
     return pytest.mark.parametrize(
         "config",
         [
-            pytest.param(config, marks=marks_of(config, once=once), id=config.short_form())
+            pytest.param(
+                config,
+                marks=marks_of(config, once=once, in_one_dtype=in_one_dtype),
+                id=config.short_form(),
+            )
             for config in configs
         ],
     )
