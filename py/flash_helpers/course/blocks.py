@@ -10,6 +10,7 @@ from flash_helpers.course.arguments import Arguments, parse_arguments
 from flash_helpers.course.clock_blocks import (
     best_block,
     calls_block,
+    choice_block,
     clock_block,
     lengths_block,
     loads_block,
@@ -121,6 +122,7 @@ KINDS: Mapping[str, Kind] = {
     "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
     "progression": Kind("", "the table of the progression", progression_block),
     "best": Kind("", "the speed of attention() beside the libraries, by GPU", best_block),
+    "choice": Kind("", "the steps that attention() takes, by head size", choice_block),
     "supports": Kind("", "the problems that the kernels take", supports_block),
     "calls": Kind("NAME", "benchmarks/results/NAME.json, host time per call", calls_block, 1, 1),
     "live_registers": Kind(

@@ -25,6 +25,7 @@ from flash_helpers.measure.benchmark_tables import (
     supports_table,
 )
 from flash_helpers.measure.call_overhead import CallOverhead
+from flash_helpers.measure.choice_table import choice_table
 from flash_helpers.measure.code import changed_names
 from flash_helpers.measure.plots import (
     PLOTS,
@@ -358,6 +359,13 @@ def best_block(evidence: Evidence, arguments: Arguments) -> str:
     from flash_helpers.tune.best import config_for  # imports torch, for which --help does not wait
 
     return best_table([load_results(path) for path in best_files(evidence.root)], config_for)
+
+
+def choice_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The steps that attention() takes, by head size, option and device."""
+    from flash_helpers.tune.best import config_for  # imports torch, as above
+
+    return choice_table(config_for)
 
 
 def supports_block(evidence: Evidence, arguments: Arguments) -> str:
