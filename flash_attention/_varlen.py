@@ -12,13 +12,15 @@ from flash_attention._forward import (
     _ALL_KEYS,
     _NO_SOFTCAP,
     _WINDOWED,
+    _check_fake,
     _check_flag,
+    _choose,
     _define,
     _options,
     _scale,
-    attention,
 )
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.runtime.call import compute
 from flash_helpers.runtime.tensors import check_types, constant_call, element_of, posed_problem
 
 _AXES = ("total", "heads", "d_head")
@@ -46,14 +48,16 @@ def varlen_attention(
         cu_seqlens_q[n] on, up to cu_seqlens_q[n + 1] and without it, and its keys are those of
         cu_seqlens_k. A sequence may have no queries or no keys.
     cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on the device of q.
-    max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
+    max_seqlen_q, max_seqlen_k: length of the longest sequence, or more. No kernel needs them.
     sinks: (heads,), as for `attention`.
 
     Returns o, with the shape of q; with return_lse (o, lse), where lse is (heads, total_q), fp32.
-    On CPU tensors the sequences are computed one by one.
+    Runs on the same devices as `attention`, in CUDA graphs too: each run finds the lengths that are
+    on the device then.
 
-    Raises RuntimeError for other tensors, which no kernel computes yet; ValueError for lengths that
-    do not fit; and the errors of `attention`.
+    Raises ValueError for lengths that do not fit, if they are on the CPU, and the errors of
+    `attention`. A CUDA device is not waited for: there rows of no sequence are left unwritten, and
+    rows outside of the tensors are neither read nor written.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     check_types({"q": q, "k": k, "v": v, **lengths})
@@ -77,34 +81,20 @@ def _compute(
     sinks: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    softmax_scale: float | None,
-    return_lse: bool,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options: dict[str, Any] = {"causal": causal, "softcap": softcap}
-    options["softmax_scale"] = softmax_scale
-    bounds = {"window_left": window_left, "window_right": window_right}
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    o, lse = _new_outputs(q, k, v, sinks, lengths, return_lse, **options, **bounds)
-    queries = _sequences("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = _sequences("k", k, cu_seqlens_k, max_seqlen_k)
-    left, right = (-1 if bound is None else bound for bound in (window_left, window_right))
-    for own, seen in zip(queries, keys, strict=True):
-        found = attention(
-            *(q[None, own], k[None, seen], v[None, seen]),
-            window_size=(left, right),
-            sinks=sinks,
-            **options,
-            return_lse=return_lse,
-        )
-        if return_lse:
-            o[own], lse[:, own] = found[0][0], found[1][0]
-        else:
-            o[own] = found[0]
-    return o, lse
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given, asked = _call(tensors, *options)
+    if q.device.type == "cpu":
+        _check_problem(given, **asked)
+        _check_lengths("q", q, cu_seqlens_q, max_seqlen_q)
+        _check_lengths("k", k, cu_seqlens_k, max_seqlen_k)
+    names = tuple(name for name in AttentionForward.axes if name == "o" or name in given)
+    in_order = tuple(given.get(name) for name in names)
+    found = compute(AttentionForward, (None, tuple(asked.items())), names, in_order, _choose)
+    o, lse = found[names.index("o")], given.get("lse")
+    return o[0], torch.empty(0, device=q.device) if lse is None else lse[0]
 
 
 def _fake(
@@ -116,50 +106,55 @@ def _fake(
     sinks: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given, asked = _call(tensors, *options)
+    _check_fake(None, given, **asked)
+    o = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+    lse = given.get("lse")
+    return o, torch.empty(0, device=q.device) if lse is None else lse[0]
+
+
+def _call(
+    tensors: Mapping[str, torch.Tensor | None],
     causal: bool,
     window_left: int | None,
     window_right: int | None,
     softcap: float,
     softmax_scale: float | None,
     return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    options: dict[str, Any] = {"causal": causal, "softcap": softcap}
-    options["softmax_scale"] = softmax_scale
-    bounds = {"window_left": window_left, "window_right": window_right}
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return _new_outputs(q, k, v, sinks, lengths, return_lse, **options, **bounds)
-
-
-def _new_outputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: Mapping[str, torch.Tensor],
-    return_lse: bool,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check all that is known without the values of the lengths; return memory for o and the LSE,
-    which has no elements if it is not asked for."""
-    qkv = {"q": q, "k": k, "v": v}
-    for name, x in qkv.items():
-        if x.ndim != len(_AXES):
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a call, a batch of all rows and new memory for an LSE among them, and
+    the options."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    for name in "qkv":
+        if given[name].ndim != len(_AXES):
             raise ValueError(
-                f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: pass ({', '.join(_AXES)})"
+                f"{name} has {given[name].ndim} dimensions, shape {tuple(given[name].shape)}: pass "
+                f"({', '.join(_AXES)})"
             )
-    as_one = {name: x[None] for name, x in qkv.items()}  # a batch of one sequence of all rows
-    if sinks is not None:
-        as_one["sinks"] = sinks
-    if constant_call(AttentionForward, None, as_one, **options) is None:
-        element = element_of("q", q, AttentionForward.elements)
-        posed_problem(AttentionForward, element, as_one, **options)
+        given[name] = given[name][None]
+    _check_begins({name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")})
+    if return_lse:
+        _, total, heads, _ = given["q"].shape
+        shape = 1, heads, total
+        given["lse"] = torch.empty(shape, dtype=torch.float32, device=given["q"].device)
+    return given, {
+        "causal": causal,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "softmax_scale": softmax_scale,
+    }
+
+
+def _check_begins(cu_seqlens: Mapping[str, torch.Tensor]) -> None:
+    """Check the tensors of lengths, without their values."""
     for name, lengths in cu_seqlens.items():
         if lengths.dtype is not torch.int32:
             raise TypeError(f"{name} is {lengths.dtype}: convert it with .to(torch.int32)")
-        if lengths.device != q.device:
-            raise ValueError(
-                f"{name} is on {lengths.device} and q on {q.device}: move them to one device"
-            )
         if lengths.ndim != 1 or lengths.shape[0] == 0:
             raise ValueError(
                 f"{name} has shape {tuple(lengths.shape)}: pass (batch + 1,), where the sequences "
@@ -174,19 +169,17 @@ def _new_outputs(
             f"cu_seqlens_k has {sizes[1]} elements and cu_seqlens_q {sizes[0]}: pass batch + 1 in "
             "both"
         )
-    if q.device.type not in ("cpu", "meta"):
-        raise RuntimeError(
-            f"the tensors are on {q.device}, and no kernel takes sequences of various lengths "
-            "there yet: call flash_attn_func for each sequence, as on q[begin:end][None], or for "
-            "sequences of one length"
-        )
-    lse_shape = (q.shape[1], q.shape[0]) if return_lse else (0,)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    return torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device), lse
 
 
-def _sequences(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: int) -> list[slice]:
-    """Return the rows of each sequence. Raises ValueError for lengths that do not fit.
+def _check_problem(given: Mapping[str, torch.Tensor], **options: Any) -> None:
+    """Check all that is known without the values of the lengths."""
+    if constant_call(AttentionForward, None, given, **options) is None:
+        element = element_of("q", given["q"], AttentionForward.elements)
+        posed_problem(AttentionForward, element, given, **options)
+
+
+def _check_lengths(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: int) -> None:
+    """Raises ValueError for lengths that do not fit.
 
     letter: "q" or "k", as in the names of `lengths` and `most`. x: the tensor of that name.
     """
@@ -208,7 +201,6 @@ def _sequences(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: int) -
             f"max_seqlen_{letter} {most} is less than the longest sequence, {longest}: pass "
             f"{longest}"
         )
-    return [slice(begin, end) for begin, end in pairwise(begins)]
 
 
 _varlen = _define(

@@ -147,8 +147,8 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on the device of q.
     max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
 
-    On CPU tensors the sequences are computed one by one, and lengths that do not fit are refused.
-    Tensors on a CUDA device are refused: no kernel takes cu_seqlens yet.
+    Lengths that do not fit are refused on CPU tensors. A CUDA device is not waited for: there rows
+    of no sequence are left unwritten, and nothing outside of the tensors is read or written.
     """
     refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     _check_flag("deterministic", deterministic)

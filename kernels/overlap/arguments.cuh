@@ -18,6 +18,7 @@ struct OverlapKernelConfig {
     bool causal; // a causal mask, aligned to the bottom right
     bool softcap; // limits the logits by tanh
     bool window; // a query sees keys within a distance
+    bool varlen; // sequences of various lengths, one after the other
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
@@ -31,6 +32,8 @@ struct OverlapKernelConfig {
 // Q and O have the shape (batch, len_q, heads, d_head), K and V (batch, len_k, heads /
 // heads_per_kv, d_head). The grid is (tiles of queries, heads, batch). o1 to o5 take whole blocks,
 // and len_q is len_k; o1 to o6 have as many heads of K and V as of Q.
+// Sequences of various lengths are one batch: len_q and len_k are their totals, and the grid has
+// len_q / B_r + n_sequences tiles.
 struct OverlapKernelArgs {
     const void *Q, *K, *V;
     void *O;
@@ -41,4 +44,6 @@ struct OverlapKernelArgs {
     const Element *sinks; // (heads), or null
     float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
     int window_left, window_right; // keys beside its own that a query sees
+    const int *cu_seqlens_q, *cu_seqlens_k; // begins of sequences, and the total; or null
+    int n_sequences;
 };

@@ -5,6 +5,7 @@
 //   1. d_head is 64, 96, 128, 192 or 256. Tiles are cut into pieces of 64 columns, and at 96 of 32.
 //   2. In a piece of 32 columns a row has 64 bytes. Two rows lie in all banks once, and permute
 //      their four chunks alike.
+//   3. The functions that limit and hide logits are in tiles.cuh now.
 //
 // Why: a thread has kRowTiles · (d_head / 2 + B_c / 2) registers of O and S: 128 at d_head 64 and
 // 192 at 128 with two row tiles, and with one 144 at 256 and 120 at 192. Shared memory takes
@@ -36,36 +37,6 @@ constexpr int kRing = kAhead + 1; // fragments in registers: one in use, the oth
 
 constexpr float kLowest = -3.4028235e38f; // of all finite numbers
 constexpr float kMaxGrowth = 8; // P is at most 2^8; fp16 reaches almost 2^16
-
-// Columns of S from `visible` on, or before it, become -infinity; if by row, from one column more
-// on in each next row of the thread block. A lane has columns 2t and 2t + 1 of every eight, of rows
-// g and g + 8 of each row tile.
-template <bool kByRow, bool kBefore, int kRowTiles, int kKeyTiles>
-__device__ __forceinline__ void hide_columns(float (&S_rmem)[kRowTiles][kKeyTiles][4],
-                                             int visible) {
-    const int thread = thread_index_anew(), lane = thread % 32;
-    const int row = thread / 32 * kRowTiles * kMmaM + lane / 4;
-    visible += (kByRow ? row : 0) - lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) { // 8 rows each
-#pragma unroll
-        for (int n = 0; n < kKeyTiles * 2; ++n) {
-            const int column = n / 2 * kMmaN + n % 2 - (kByRow ? i * 8 : 0);
-            float &S = S_rmem[i / 2][n / 2][i % 2 * 2 + n % 2];
-            S = (column < visible) != kBefore ? S : -INFINITY;
-        }
-    }
-}
-
-// S = tanh(S · scale), each in one MUFU.TANH.
-template <int kRowTiles, int kKeyTiles>
-__device__ __forceinline__ void limit(float (&S_rmem)[kRowTiles][kKeyTiles][4], float scale) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles * kKeyTiles * 4; ++i) {
-        float &S = S_rmem[i / (kKeyTiles * 4)][i / 4 % kKeyTiles][i % 4];
-        asm("tanh.approx.f32 %0, %1;" : "=f"(S) : "f"(S * scale));
-    }
-}
 
 // scaled_m, maximum · scale of the rows of one row tile, takes in S where that raises it by more
 // than kMaxGrowth. rescale is the factor for l and O, 1 where scaled_m stays. Returns whether a

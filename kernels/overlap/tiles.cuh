@@ -6,6 +6,7 @@
 #include "elements.cuh"
 #include "kernels/overlap/arguments.cuh"
 #include "mma.cuh"
+#include "numeric.cuh"
 
 constexpr int kChunk = 8; // elements in 16 bytes: one copy of a thread, one row of ldmatrix
 constexpr int kPiece = 64; // columns of a piece: rows of 128 bytes, all 32 banks once
@@ -124,6 +125,61 @@ __device__ __forceinline__ void add_product(float (&C_rmem)[kRowTiles][kTiles][4
         for (int i = 0; i < kRowTiles; ++i) {
             mma_m16n8k16<kDType>(C_rmem[i][2 * n + half], A_rmem[i], B_rmem[2 * half],
                                  B_rmem[2 * half + 1]);
+        }
+    }
+}
+
+// Columns of S from `visible` on, or before it, become -infinity; if by row, from one column more
+// on in each next row of the thread block. A lane has columns 2t and 2t + 1 of every eight, of rows
+// g and g + 8 of each row tile.
+template <bool kByRow, bool kBefore, int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void hide_columns(float (&S_rmem)[kRowTiles][kKeyTiles][4],
+                                             int visible) {
+    const int thread = thread_index_anew(), lane = thread % 32;
+    const int row = thread / 32 * kRowTiles * kMmaM + lane / 4;
+    visible += (kByRow ? row : 0) - lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kRowTiles * 2; ++i) { // 8 rows each
+#pragma unroll
+        for (int n = 0; n < kKeyTiles * 2; ++n) {
+            const int column = n / 2 * kMmaN + n % 2 - (kByRow ? i * 8 : 0);
+            float &S = S_rmem[i / 2][n / 2][i % 2 * 2 + n % 2];
+            S = (column < visible) != kBefore ? S : -INFINITY;
+        }
+    }
+}
+
+// S = tanh(S · scale), each in one MUFU.TANH.
+template <int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void limit(float (&S_rmem)[kRowTiles][kKeyTiles][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kKeyTiles * 4; ++i) {
+        float &S = S_rmem[i / (kKeyTiles * 4)][i / 4 % kKeyTiles][i % 4];
+        asm("tanh.approx.f32 %0, %1;" : "=f"(S) : "f"(S * scale));
+    }
+}
+
+// k-tile k of P = 2^(S · scale - scaled_m), in the layout of mma's A operand. If asked for, exact_l
+// takes in this lane's part of the sums of P, which is not yet rounded.
+template <DType kDType, bool kSums, int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void
+exponentiate(uint32_t (&P_rmem)[kRowTiles][4], float (&exact_l)[kRowTiles][2],
+             const float (&S_rmem)[kRowTiles][kKeyTiles][4], float scale,
+             const float (&scaled_m)[kRowTiles][2], int k) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float *S = &S_rmem[i][2 * k + n][2 * half];
+                const float P0 = exp2_approx(fmaf(S[0], scale, -scaled_m[i][half]));
+                const float P1 = exp2_approx(fmaf(S[1], scale, -scaled_m[i][half]));
+                P_rmem[i][n * 2 + half] = pack<kDType>(P0, P1);
+                if constexpr (kSums) {
+                    exact_l[i][half] += P0 + P1;
+                }
+            }
         }
     }
 }

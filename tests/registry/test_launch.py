@@ -199,7 +199,7 @@ class TestSupports:
         assert general["seq_len"] == "any, different ones, up to 2,147,483,647"
         assert general["heads"] == "up to 65,535, grouped"
         assert V16.supports.described()["options"] == "none"
-        assert general["options"] == "softmax_scale, return_lse, window, softcap, sinks"
+        assert general["options"] == "softmax_scale, return_lse, window, softcap, sinks, varlen"
         assert replace(V16.supports, d_v=64).described()["d_head"] == "128 with 64 of V"
 
     def test_of_another_head_size_names_the_scale_that_pads(self):

@@ -170,7 +170,7 @@ def test_tensors_of_a_call_are_named_by_their_order_and_those_left_out():
     names = AttentionForward.names
     assert names(()) == names((1, 2, 3, None, None)) == ("q", "k", "v", "o")
     assert names((1, 2, 3, 4, None, 6)) == ("q", "k", "v", "o", "sinks")
-    assert names(range(1, 7)) == tuple(AttentionForward.axes)
+    assert names(range(1, 9)) == tuple(AttentionForward.axes)
     for tensors in ({"k": 2, "q": 1, "v": 3}, {"q": 1, "sinks": 6}, {}):
         arranged = AttentionForward.arranged(tensors)
         assert {n: x for n, x in zip(AttentionForward.axes, arranged) if x is not None} == tensors  # noqa: B905

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.export import Dim
 
-from flash_attention import _forward, flash_attn, flash_attn_3
+from flash_attention import flash_attn, flash_attn_3
 from flash_helpers.check.errors import measure_error
 from flash_helpers.operations.attention_forward.reference import attention_reference
 from flash_helpers.runtime import call
-from flash_helpers.tune.best import newest_that_takes
 
 # Parameters and defaults of FlashAttention 2.8 and of FlashAttention-3's flash_attn_interface.
 _REST = (
@@ -68,22 +67,6 @@ def ones(*shape: int) -> torch.Tensor:
 
 def cumulative(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-@pytest.fixture(autouse=True)
-def any_kernel(monkeypatch) -> None:
-    """attention() takes Hopper's kernels on the CPU too, which take all of the problems here."""
-
-    def choose(asked: tuple[Any, Any], given: Any) -> Any:
-        problem = _forward.posed_problem(
-            _forward.AttentionForward, _forward.element_of("q", given["q"]), given, **dict(asked[1])
-        )
-        config = newest_that_takes(problem)
-        assert config is not None
-        return config
-
-    monkeypatch.setattr(_forward, "_choose", choose)
-    monkeypatch.setattr(call, "_plans", {})  # other tests do not find plans of this choice
 
 
 @pytest.fixture
@@ -235,7 +218,7 @@ def check(o: torch.Tensor, lse: torch.Tensor, q, k, v, **options: Any) -> None:
     assert measure_error(lse[None], found.expected["lse"]).within(found.bounds["lse"])
 
 
-# Two sequences that a kernel computes; one without queries, one without keys, one without both.
+# Two sequences with queries and keys; one without queries, one without keys, one without both.
 LENGTHS = ((2, 0, 5, 3, 0), (6, 4, 3, 0, 0))
 
 
@@ -302,17 +285,17 @@ class TestTracing:
         for lengths in ((2, 3), (4, 1, 7), (9, 9)):
             q, begins = ones(sum(lengths), 2, 128), cumulative(*lengths)
             assert torch.equal(compiled(q, q, begins, begins), torch.ones_like(q))
-        assert zeros == [(n, n) for n in (2, 3, 4, 1, 7, 9, 9)]
+        assert zeros == [(n, n) for n in (5, 12, 18)]
 
     def test_an_exported_program_computes_any_lengths(self, zeros):
-        total, batch = {0: Dim("total")}, {0: Dim("batch_1", min=2)}
+        total, batch = {0: Dim("total", max=2**24)}, {0: Dim("batch_1", min=2)}
         given = ones(5, 2, 128), ones(5, 2, 128), cumulative(2, 3), cumulative(2, 3)
         exported = torch.export.export(Varlen(), given, dynamic_shapes=(total, total, batch, batch))
         (node,) = (n for n in exported.graph.nodes if "flash_attention" in str(n.target))
         assert str(node.target) == "flash_attention.varlen.default"
         q, begins = ones(7, 2, 128), cumulative(1, 2, 4)
         assert exported.module()(q, q, begins, begins).shape == q.shape
-        assert zeros == [(n, n) for n in (1, 2, 4)]
+        assert zeros == [(7, 7)]
 
     @pytest.mark.slow
     def test_the_operator_is_what_torch_expects_of_one(self, zeros):
@@ -423,20 +406,6 @@ class TestLengths:
         self.refused(ValueError, "softcap -1: softcap must be from", softcap=-1.0)
         self.refused(TypeError, "softmax_scale is '1': pass a number", softmax_scale="1")
         assert zeros == []
-
-    @pytest.mark.skipif(
-        not torch.backends.cuda.is_built(),
-        reason="a PyTorch without CUDA calls no operator on fake CUDA tensors",
-    )
-    @pytest.mark.parametrize("function", [varlen, torch.compile(varlen, backend="aot_eager")])
-    def test_on_a_cuda_device_are_refused_without_reading_them(self, function):
-        with torch._subclasses.FakeTensorMode():
-            q = torch.empty(5, 2, 128, dtype=torch.bfloat16, device="cuda")
-            begins = torch.empty(3, dtype=torch.int32, device="cuda")
-            with pytest.raises(
-                Exception, match=r"on cuda:0, and no kernel takes .*flash_attn_func"
-            ):
-                function(q, q, begins, begins)
 
 
 FUNCTIONS: list[Callable[..., Any]] = [flash_attn.flash_attn_func, flash_attn_3.flash_attn_func]

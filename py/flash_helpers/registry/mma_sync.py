@@ -195,6 +195,10 @@ class MmaSyncConfig(Config):
                     found[tensor.name] = _of_sizes(own, tensor.shape)
         return found
 
+    def query_tiles(self, problem: AttentionForward) -> int:
+        """Return the tiles of queries of one head."""
+        return -(-problem.len_q // self.B_r)
+
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
         """Return the members of the kernel's arguments that are neither addresses nor strides."""
         return {"seq_len": (problem.len_q,)}
@@ -210,6 +214,8 @@ class MmaSyncConfig(Config):
         pointers = {name.upper(): name for name in "qkvo"}
         pointers |= {"lse": "lse"} if problem.return_lse else {}
         pointers |= {"sinks": "sinks"} if problem.sinks else {}
+        if problem.sequences:
+            pointers |= {name: name for name in ("cu_seqlens_q", "cu_seqlens_k")}
         batch_bytes = {
             tensor.name: strides[tensor.name][0] * tensor.element.bytes * ("batch" in tensor.axes)
             for tensor in problem.tensors
@@ -220,7 +226,7 @@ class MmaSyncConfig(Config):
                 Launch(
                     kernel=kernel,
                     grid=(
-                        -(-problem.len_q // self.B_r),
+                        self.query_tiles(problem),
                         problem.heads,
                         min(problem.batch - first, most),
                     ),
@@ -239,7 +245,7 @@ class MmaSyncConfig(Config):
 
     def work(self, problem: AttentionForward, device: Device) -> float:
         """Return the scores of queries and keys that are computed, in whole tiles."""
-        tiles = -(-problem.len_q // self.B_r) * len(self.key_blocks(problem.len_k))
+        tiles = self.query_tiles(problem) * len(self.key_blocks(problem.len_k))
         return problem.batch * problem.heads * tiles * self.B_r * self.B_c
 
     def most_runs(self, problem: AttentionForward, device: Device) -> int:

@@ -21,6 +21,7 @@ from flash_helpers.operations.attention_forward.supports import (
     SINKS,
     SOFTCAP,
     SOFTMAX_SCALE,
+    VARLEN,
     WINDOW,
     AttentionSupports,
 )
@@ -43,7 +44,13 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element
 
-FLAGS = ("lse", "causal", "softcap", "window")  # of a config, for which kernels are compiled
+FLAGS = (
+    "lse",
+    "causal",
+    "softcap",
+    "window",
+    "varlen",
+)  # of a config, for which kernels are compiled
 
 ARGUMENTS = StructLayout(
     "OverlapKernelArgs",
@@ -56,6 +63,8 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("lse", "sinks"), POINTER),
             "scale_in_cap": FLOAT,
             **dict.fromkeys(("window_left", "window_right"), INT),
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), POINTER),
+            "n_sequences": INT,
         }
     ),
 )
@@ -69,7 +78,8 @@ class OverlapKernelConfig(MmaSyncConfig):
     `static_row_stride`: distance of two rows of the sequence; 0 is read at run time. `lse`: the
     kernel can store an LSE, for which it adds up P before it is rounded. `causal`: the kernel
     masks, and takes causal problems alone. `softcap`: likewise of problems with a softcap.
-    `window`: likewise of problems with a window.
+    `window`: likewise of problems with a window. `varlen`: likewise of sequences of various
+    lengths.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -87,6 +97,9 @@ class OverlapKernelConfig(MmaSyncConfig):
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
     softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
     window: bool = flag("window", "a query sees keys within a distance", default=False)
+    varlen: bool = flag(
+        "varlen", "sequences of various lengths, one after the other", default=False
+    )
 
     @property
     def family(self) -> Family[Any]:
@@ -119,12 +132,13 @@ class OverlapKernelConfig(MmaSyncConfig):
         found |= {RETURN_LSE} if self.lse else set()
         found |= {SOFTCAP} if self.softcap else set()
         found |= {WINDOW} if self.window else set()
+        found |= {VARLEN} if self.varlen else set()
         found |= {SINKS} if SINK_LOGITS in self.step.traits else set()
         base = super().supports
         return replace(
             base,
             abilities=base.abilities | found,
-            exact=frozenset(found & {SOFTCAP, WINDOW}),
+            exact=frozenset(found & {SOFTCAP, WINDOW, VARLEN}),
             causal=self.causal,
         )
 
@@ -137,8 +151,15 @@ class OverlapKernelConfig(MmaSyncConfig):
         first = problem.visible_keys(first_query).start // self.B_c
         return range(last, min(first, last) - 1, -1)
 
+    def query_tiles(self, problem: AttentionForward) -> int:
+        """Return the tiles of a head's queries: of sequences of various lengths so many at most."""
+        if problem.sequences:
+            return problem.len_q // self.B_r + problem.sequences
+        return super().query_tiles(problem)
+
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return the lengths, the sharing of heads, the scales and the window."""
+        """Return the lengths, the sharing of heads, the scales, the window and the number of
+        sequences."""
         scale = problem.softcap or problem.softmax_scale
         left, right = problem.window_left, problem.window_right
         return {
@@ -149,6 +170,7 @@ class OverlapKernelConfig(MmaSyncConfig):
             "scale_in_cap": (problem.softmax_scale / scale,),
             "window_left": (problem.len_k + self.B_r if left is None else left,),
             "window_right": (problem.len_q if right is None else right,),
+            "n_sequences": (problem.sequences,),
         }
 
 
@@ -187,6 +209,7 @@ _BASE: Mapping[str, Any] = MappingProxyType(
         "causal": False,
         "softcap": False,
         "window": False,
+        "varlen": False,
     }
 )
 
@@ -326,6 +349,12 @@ OVERLAP = Family(
             "head sizes of 64 to 256, each with a tile of its own",
             _file(12),
             opens={"d_head": (128,)},
+        ),
+        StepEntry(
+            "variable_lengths",
+            "variable lengths: a thread block looks for its sequence, and the host knows none",
+            _file(13),
+            opens={"varlen": (False,)},
         ),
     ),
     targets=TARGETS,

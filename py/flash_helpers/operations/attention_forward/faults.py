@@ -228,6 +228,11 @@ FAULTS = {
         "o12", BF16, PROLOGUE, COPY, drop, nth(2), UninitialisedReadError,
         "ldmatrix_x4(Q_rmem[k % 2][i]", options={"d_head": 96},
     ),
+    "o13: the loop takes the lengths of queries and of keys for each other": Fault(
+        "o13", BF16, PROLOGUE, r"st\.shared\.v4",
+        swap(r"\{(%r\d+), (%r\d+), (%r\d+),", r"{\1, \3, \2,"), quantity="l",
+        options={"varlen": True},
+    ),
     "h1: P is not handed over to the asynchronous proxy": Fault(
         "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
         "store_fragment<B_r>(P_smem",

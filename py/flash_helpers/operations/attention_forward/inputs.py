@@ -118,6 +118,30 @@ def _draw_sinks(problem: AttentionForward, q: torch.Tensor, k: torch.Tensor) -> 
     return sinks.to(q.dtype)
 
 
+def _draw_begins(
+    problem: AttentionForward, device: torch.device, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return where the sequences begin, and the totals. Of three or more, the first has no queries
+    and the second has one; the last has no keys, and the one before it has one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def begins(total: int, *known: int) -> list[int]:
+        some = problem.sequences - 1 - len(known)
+        drawn = torch.randint(1, max(total, 2), (some,), generator=generator).tolist()
+        return [0, *sorted([*known, *drawn]), total]
+
+    last = problem.len_k
+    has_few = problem.sequences > 2
+    found = {
+        "cu_seqlens_q": begins(problem.len_q, *((0, 1) if has_few else ())),
+        "cu_seqlens_k": begins(last, *((last - 1, last) if has_few else ())),
+    }
+    return {
+        name: torch.tensor(values, dtype=torch.int32, device=device)
+        for name, values in found.items()
+    }
+
+
 def draw(
     distribution: str,
     problem: AttentionForward,
@@ -128,4 +152,5 @@ def draw(
     dtype = getattr(torch, problem.dtype.torch_name)
     q, k, v = make_inputs(distribution, problem, dtype, device, seed)
     found = {"q": q, "k": k, "v": v}
-    return found | ({"sinks": _draw_sinks(problem, q, k)} if problem.sinks else {})
+    found |= {"sinks": _draw_sinks(problem, q, k)} if problem.sinks else {}
+    return found | (_draw_begins(problem, q.device, seed) if problem.sequences else {})

@@ -47,12 +47,18 @@ class AttentionForward(Problem):
     an output too: the natural logarithm of each row's sum of exponentials, float32, (batch, heads,
     len_q).
 
+    `sequences`: if it is not 0, the batch is 1, and so many sequences of various lengths lie one
+    after the other. Inputs cu_seqlens_q and cu_seqlens_k, (sequences + 1,) and int32, tell where
+    the queries and the keys of each begin, and then the totals, which len_q and len_k are. Masks
+    are those of each sequence.
+
     len_k and kv_heads are those of Q, d_v is d_head, and softmax_scale is 1/sqrt(d_head), unless
     they are given. `dataclasses.replace` passes their old values: they do not follow a change of
     the fields that they come from, and neither does a bound that has become None.
 
-    Raises ValueError for a size below 1, heads that those of K and V do not divide, a bound of the
-    window below 0, and a scale or softcap that is negative or that float32 does not hold.
+    Raises ValueError for a size below 1, sequences in several batches, heads that those of K and V
+    do not divide, a bound of the window below 0, and a scale or softcap that is negative or that
+    float32 does not hold.
     """
 
     operation: ClassVar[str] = "attention_forward"
@@ -61,9 +67,10 @@ class AttentionForward(Problem):
             **dict.fromkeys("qkvo", _AXES),  # the last of v and o has d_v elements
             "lse": ("batch", "heads", "seq"),
             "sinks": ("heads",),
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ("begins",)),
         }
     )
-    optional: ClassVar[frozenset[str]] = frozenset({"lse", "sinks"})
+    optional: ClassVar[frozenset[str]] = frozenset({"lse", "sinks", "cu_seqlens_q", "cu_seqlens_k"})
     elements: ClassVar[tuple[Element, ...]] = (Element.FP16, Element.BF16)
 
     batch: int = option("batch size", most=MAX_EXPORTED)
@@ -86,6 +93,7 @@ class AttentionForward(Problem):
     sinks: bool = option("one more logit per head, which adds nothing to the output", False)
     d_v: int = option("head size of V, that of Q and K by default", None)
     return_lse: bool = option("also the LSE, the logarithm of each row's sum", False, name="lse")
+    sequences: int = 0
 
     def __post_init__(self) -> None:
         usual = {"len_k": self.len_q, "kv_heads": self.heads, "d_v": self.d_head}
@@ -95,6 +103,11 @@ class AttentionForward(Problem):
         for name in ("batch", "heads", "len_q", "len_k", "kv_heads", "d_head", "d_v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
+        if self.sequences and self.batch > 1:
+            raise ValueError(
+                f"batch {self.batch} with {self.sequences} sequences of various lengths: use batch "
+                "1, in which all sequences lie one after the other"
+            )
         if self.heads % self.kv_heads:
             shared = math.gcd(self.heads, self.kv_heads)
             raise ValueError(
@@ -167,6 +180,8 @@ class AttentionForward(Problem):
             found.append("sinks")
         if self.d_v != self.d_head:
             found.append(f"d_v {self.d_v}")
+        if self.sequences:
+            found.append(f"{self.sequences} sequences of various lengths")
         return found
 
     @classmethod
@@ -218,7 +233,19 @@ class AttentionForward(Problem):
             sinks="sinks" in shapes,
             d_v=shapes.get("v", shapes["q"])[-1],
             return_lse="lse" in shapes,
+            sequences=cls._sequences(shapes),
         )
+
+    @classmethod
+    def _sequences(cls, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Return the sequences of various lengths, 0 without them. Raises ValueError for none."""
+        (begins,) = shapes.get("cu_seqlens_q", (0,))
+        if begins == 1:
+            raise ValueError(
+                "cu_seqlens_q has 1 element: pass batch + 1, where the sequences begin, and the "
+                "total"
+            )
+        return max(begins - 1, 0)
 
     @classmethod
     def constant(
@@ -231,7 +258,7 @@ class AttentionForward(Problem):
         found = {"q": shapes["q"], **cls._fitting(shapes)}
         # refuses wrong options, and knows the tensors' elements and roles
         alike = {name: (1,) * (len(x) - 1) + x[-1:] for name, x in found.items()}
-        alike |= {"lse": (1, 1, 1), "sinks": (1,)}
+        alike |= {"lse": (1, 1, 1), "sinks": (1,), "cu_seqlens_q": (2,), "cu_seqlens_k": (2,)}
         problem = cls.posed({name: alike[name] for name in shapes}, dtype, **options)
         tensors = tuple(replace(x, shape=found[x.name]) for x in problem.tensors)
         lse: Elements = (lambda given: given["sinks"][:, None]) if problem.sinks else -math.inf
@@ -247,6 +274,7 @@ class AttentionForward(Problem):
         batch, len_q, heads, d_head = shapes["q"]
         _, len_k, kv_heads, _ = shapes["k"]
         d_v = shapes.get("v", shapes["q"])[-1]
+        begins = shapes.get("cu_seqlens_q", ())
         of_o = ("q", "all sizes") if d_v == d_head else ("v", "batch and d_head")
         fitting = {
             "k": ("q", "batch and d_head", (batch, len_k, kv_heads, d_head)),
@@ -254,7 +282,12 @@ class AttentionForward(Problem):
             "o": (*of_o, (batch, len_q, heads, d_v)),
             "lse": ("q", "batch, heads and seq", (batch, heads, len_q)),
             "sinks": ("q", "heads", (heads,)),
+            "cu_seqlens_q": ("q", "all sizes", begins),
+            "cu_seqlens_k": ("cu_seqlens_q", "sizes", begins),
         }
+        if ("cu_seqlens_q" in shapes) != ("cu_seqlens_k" in shapes):
+            given, other = ("q", "k") if "cu_seqlens_q" in shapes else ("k", "q")
+            raise ValueError(f"cu_seqlens_{given} is given without cu_seqlens_{other}: pass both")
         for name, (other, sizes, wanted) in fitting.items():
             if shapes.get(name, wanted) != wanted:
                 raise ValueError(
@@ -336,6 +369,16 @@ class AttentionForward(Problem):
                 Role.IN if self.sinks else Role.OPTIONAL,
                 self.axes["sinks"],
             ),
+            *(
+                Tensor(
+                    name,
+                    (self.sequences + 1,),
+                    Element.INT32,
+                    Role.IN if self.sequences else Role.OPTIONAL,
+                    self.axes[name],
+                )
+                for name in ("cu_seqlens_q", "cu_seqlens_k")
+            ),
         )
 
     @property
@@ -379,7 +422,11 @@ class AttentionForward(Problem):
     @property
     def operations(self) -> int:
         """Floating-point operations of Q @ K^T and P @ V: a multiplication and an addition per
-        element of d_head, or of d_v, and pair of a query and a key that it sees."""
+        element of d_head, or of d_v, and pair of a query and a key that it sees. Of sequences of
+        various lengths, so many as if they were all alike."""
+        if several := self.sequences:
+            lengths = {name: -(-getattr(self, name) // several) for name in ("len_q", "len_k")}
+            return several * replace(self, **lengths, sequences=0).operations
         return 2 * self.batch * self.heads * self.visible * (self.d_head + self.d_v)
 
     @property

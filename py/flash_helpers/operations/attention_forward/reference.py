@@ -22,8 +22,9 @@ of its head. `lse_bound` is the largest error allowed of a kernel's LSE.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -273,4 +274,37 @@ def attention_reference(
 def reference(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> Reference:
     """Return the results of a problem. Raises as `attention_reference` does."""
     options = {"causal": problem.causal, "sinks": inputs.get("sinks"), **problem.call_options()}
-    return attention_reference(inputs["q"], inputs["k"], inputs["v"], **options)
+    q, k, v = (inputs[name] for name in "qkv")
+    if not problem.sequences:
+        return attention_reference(q, k, v, **options)
+    begins = (inputs[f"cu_seqlens_{name}"].tolist() for name in "qk")
+    own = [[slice(*both) for both in itertools.pairwise(found)] for found in begins]
+    return _reference_of_sequences(q, k, v, zip(*own, strict=True), options)
+
+
+def _reference_of_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Iterable[tuple[slice, slice]],
+    options: Mapping[str, Any],
+) -> Reference:
+    """Return the results of sequences by the rows of their queries and keys, and for each output
+    the largest bound of a sequence."""
+    o = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    lse = torch.full((1, q.shape[2], q.shape[1]), -math.inf, dtype=torch.float64, device=q.device)
+    if options["sinks"] is not None:  # the LSE of queries without keys
+        lse[:] = options["sinks"].double()[:, None]
+    bounds: dict[str, OutputError] = {}
+    for rows, keys in sequences:
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        found = attention_reference(q[:, rows], k[:, keys], v[:, keys], **options)
+        o[:, rows], lse[:, :, rows] = found.expected["o"], found.expected["lse"]
+        for name, bound in found.bounds.items():
+            before = bounds.get(name, bound)
+            bounds[name] = OutputError(
+                max(before.max_abs, bound.max_abs), max(before.relative, bound.relative)
+            )
+    exact = OutputError(0.0, 0.0)
+    return Reference({"o": o, "lse": lse}, {name: bounds.get(name, exact) for name in ("o", "lse")})

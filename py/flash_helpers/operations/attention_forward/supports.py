@@ -24,7 +24,10 @@ RETURN_LSE = "return_lse"
 WINDOW = "window"
 SOFTCAP = "softcap"
 SINKS = "sinks"
-ABILITIES = (TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS)
+VARLEN = "varlen"  # sequences of various lengths in one batch
+ABILITIES = (
+    *(TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS, VARLEN),
+)
 
 
 def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
@@ -73,6 +76,11 @@ def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
             "without sinks and with return_lse=True, multiply o by torch.sigmoid(lse - sinks) of "
             "its row",
         )
+    if problem.sequences:
+        found[VARLEN] = (
+            f"{problem.sequences} sequences of various lengths",
+            "call attention() for each sequence, as on q[begin:end][None]",
+        )
     return found
 
 
@@ -86,13 +94,16 @@ _EXACT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         WINDOW: ("no window", "choose the config without window, or pass window_size"),
         SOFTCAP: ("no softcap", "choose the config without softcap, or pass softcap"),
+        VARLEN: ("no cu_seqlens", "choose the config without varlen, or pass cu_seqlens"),
     }
 )
-# Options with which a problem needs an ability: half of the keys, and the softcap of Gemma 2.
+# Options with which a problem needs an ability: half of the keys, the softcap of Gemma 2, and as
+# many sequences as there are batches.
 _USUAL: Mapping[str, Callable[[AttentionForward], dict[str, Any]]] = MappingProxyType(
     {
         WINDOW: lambda problem: {"window_left": max(problem.len_k // 2 - 1, 0)},
         SOFTCAP: lambda _: {"softcap": 50.0},
+        VARLEN: lambda problem: {"batch": 1, "sequences": problem.batch},
     }
 )
 # Options of a corner for each ability that is not about lengths; there are 6 heads. A softcap of 1
@@ -120,8 +131,8 @@ class AttentionSupports:
     most tiles of B_r queries of one head, where one dimension of the grid has them all.
     `max_length`: most queries and most keys. `B_r`, `B_c`: rows per tile of queries and of keys.
     `causal`: whether the kernel takes causal problems, and no others. `abilities`: the ABILITIES
-    that it has. `exact`: those of them, WINDOW or SOFTCAP, that are compiled in, so that the kernel
-    takes problems that need them and no others.
+    that it has. `exact`: those of them, WINDOW, SOFTCAP or VARLEN, that are compiled in, so that
+    the kernel takes problems that need them and no others.
     """
 
     dtype: Element
@@ -268,9 +279,9 @@ class AttentionSupports:
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
         """Return the reason why a tensor cannot have these strides, with the way out; "" if it can.
-        Q, K, V and O are copied in whole chunks of elements; an LSE and sinks are contiguous."""
+        Q, K, V and O are copied in whole chunks of elements; all others are contiguous."""
         name = tensor.name
-        if name in ("lse", "sinks"):
+        if name not in {*"qkvo"}:
             if strides == tensor.strides:
                 return ""
             way_out = "pass another tensor" if tensor.is_output else "call .contiguous()"
@@ -306,7 +317,7 @@ class AttentionSupports:
         different = ", different ones" if TWO_LENGTHS in self.abilities else ""
         grouped = ", grouped" if GROUPED_HEADS in self.abilities else ""
         options = [CAUSAL] if self.causal else []
-        named = (SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS)
+        named = (SOFTMAX_SCALE, RETURN_LSE, WINDOW, SOFTCAP, SINKS, VARLEN)
         options += [name for name in named if name in self.abilities]
         of_v = f" with {self.d_v} of V" if self.d_v else ""
         return {
@@ -333,6 +344,11 @@ class AttentionSupports:
             (2, 4 if options else 3, *lengths[-1], together),
             *((1, 1, *both, window) for both, window in self._corner_windows(lengths)),
         ]
+        if VARLEN in self.abilities:  # some have no queries, no keys, or one token
+            cases += [
+                (1, 2, 3 * self.B_r, 5 * self.B_c, {"sequences": 7}),
+                (1, 1, self.B_r, self.B_c, {"sequences": 40}),
+            ]
         for d_head in self.d_heads:
             for *sizes, option in cases:
                 problem = self.problem(*sizes, d_head=d_head, **option)

@@ -174,13 +174,17 @@ def blockwise_forward(
 
     `q`: (batch, len_q, heads, d_head). `k`, `v`: (batch, len_k, kv_heads, d_head), or d_v in v.
     `sinks`: (heads,). All have the config's dtype and are on the CPU. `options`: those of a call,
-    such as softmax_scale.
+    such as softmax_scale, and its other tensors.
 
-    Raises ValueError for a problem that the kernel does not take.
+    Raises ValueError for a problem that the kernel does not take, and for several sequences of
+    various lengths.
     """
     given = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    given |= {name: options.pop(name) for name in [*options] if name in AttentionForward.axes}
     problem = check_problem(config, given, **options)
     assert isinstance(problem, AttentionForward)
+    if problem.sequences > 1:
+        raise ValueError(f"{problem.sequences} sequences are not traced at once: use batch 1")
     Q = _in_tiles(q, config.B_r, problem.heads)
     keys, values = (_in_tiles(x, config.B_c, problem.heads) for x in (k, v))
     traits = config.step.traits
