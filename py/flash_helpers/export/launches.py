@@ -152,9 +152,8 @@ class _Tracer:
             f.name: fixed[f.name] if f.name in fixed else self._field(f)
             for f in fields(kind)
             if f.name in fixed
-            or used is None
-            or input_name(kind, f.name) in used
             or f.default is MISSING
+            or ("help" in f.metadata and (used is None or input_name(kind, f.name) in used))
         }
         sms = self._input(SMS, "size", 1, _MOST_SMS, "streaming multiprocessors of the device")
         self.device = Device(target, divmod(capability_of(target), 10), sms)  # type: ignore[arg-type]
