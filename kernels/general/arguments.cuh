@@ -20,6 +20,7 @@ struct GeneralKernelConfig {
     int cluster; // thread blocks that share the loads of K and V
     int d_v; // head size of V and O; 0 for that of Q and K
     bool window; // a query sees keys within a distance
+    bool softcap; // limits the logits by tanh
     // fields:end
 
     constexpr int consumers() const { return B_r / 64; } // warpgroups

@@ -228,8 +228,8 @@ __device__ __forceinline__ void compute_again(const GeneralKernelArgs &args, uin
         if (took_tile<T::cfg.causal, T::kBlocks>(tile, args) && bits >> ++n % 32 & 1) {
 #pragma unroll 1
             for (int col = 0; col < T::kDV; col += kTiles * kMmaN) {
-                exact_columns<T::cfg.dtype, T::kDHead, kTiles, T::kEdges>(args, place_of(tile),
-                                                                          args.scale, col);
+                exact_columns<T::cfg.dtype, T::kDHead, kTiles, T::kEdges, T::cfg.softcap>(
+                    args, place_of(tile), args.scale, col);
             }
         }
     }

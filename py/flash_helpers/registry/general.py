@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -14,8 +15,8 @@ from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problem import AttentionForward
-from flash_helpers.operations.attention_forward.supports import WINDOW, AttentionSupports
-from flash_helpers.registry.call import INT, StructLayout
+from flash_helpers.operations.attention_forward.supports import SOFTCAP, WINDOW, AttentionSupports
+from flash_helpers.registry.call import FLOAT, INT, StructLayout
 from flash_helpers.registry.config import element, flag, number, with_flags
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.hopper import HOPPER
@@ -23,11 +24,17 @@ from flash_helpers.registry.mma_sync import DTYPES
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.wgmma import MEMBERS, TARGET, WgmmaConfig
 
-FLAGS = ("causal", "window")  # of a config, for which kernels are compiled
+FLAGS = ("causal", "window", "softcap")  # of a config, for which kernels are compiled
 
 ARGUMENTS = StructLayout(
     "GeneralKernelArgs",
-    MappingProxyType({**MEMBERS, **dict.fromkeys(("window_left", "window_right"), INT)}),
+    MappingProxyType(
+        {
+            **MEMBERS,
+            **dict.fromkeys(("window_left", "window_right"), INT),
+            "scale_in_cap": FLOAT,
+        }
+    ),
 )
 _PARENT = HOPPER.steps["h30"]
 
@@ -38,6 +45,7 @@ class GeneralKernelConfig(WgmmaConfig):
 
     `cluster`: thread blocks that share the tiles of K and V which are loaded, 1 or 2. `d_v`: head
     size of V and O, 0 for that of Q and K. `window`: the kernel takes problems with a window alone.
+    `softcap`: likewise of problems with a softcap.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -56,6 +64,7 @@ class GeneralKernelConfig(WgmmaConfig):
     cluster: int = number("cl", "thread blocks that share the loads of K and V", default=2)
     d_v: int = number("dv", "head size of V and O; 0 for that of Q and K", default=0)
     window: bool = flag("window", "a query sees keys within a distance", default=False)
+    softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
 
     @property
     def v_columns(self) -> int:
@@ -83,11 +92,12 @@ class GeneralKernelConfig(WgmmaConfig):
 
     @property
     def supports(self) -> AttentionSupports:
-        """Any lengths, with one head size; with a window if the kernel has one."""
+        """Any lengths, with one head size; flags of the config add to that."""
         base = super().supports
-        options = frozenset({WINDOW} if self.window else ())
+        flags = {WINDOW: self.window, SOFTCAP: self.softcap}
+        compiled = frozenset(name for name, is_on in flags.items() if is_on)
         return replace(
-            base, abilities=base.abilities | options, exact=options, d_v=self.d_v or None
+            base, abilities=base.abilities | compiled, exact=compiled, d_v=self.d_v or None
         )
 
     @property
@@ -105,9 +115,12 @@ class GeneralKernelConfig(WgmmaConfig):
         return range(seen.start, min(first, seen.start) - 1, -1)
 
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return the window."""
+        """Return the window and the scales."""
+        scale = problem.softcap or problem.softmax_scale
         left, right = problem.window_left, problem.window_right
         return {
+            "scale": (scale * math.log2(math.e),),
+            "scale_in_cap": (problem.softmax_scale / scale,),
             "window_left": (problem.len_k + self.cluster * self.B_r if left is None else left,),
             "window_right": (0 if self.causal else problem.len_q if right is None else right,),
         }
@@ -145,7 +158,7 @@ def _file(number: int) -> str:
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
-    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False}
+    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False, "softcap": False}
 )
 
 
@@ -177,14 +190,14 @@ _LISTED: tuple[tuple[Element, Mapping[str, Any]], ...] = (
     (Element.BF16, {"cluster": 1}),
     (Element.FP16, {"cluster": 1, "causal": True}),
     (Element.BF16, {"cluster": 1, "window": True}),
-    (Element.FP16, {"causal": True, "window": True}),
+    (Element.FP16, {"causal": True, "window": True, "softcap": True}),
     (Element.FP16, {"d_head": 64, "causal": True}),
     (Element.BF16, {"d_head": 64, "window": True}),
     (Element.BF16, {"d_head": 96}),
     (Element.BF16, {"d_head": 192, "causal": True}),
     (Element.FP16, {"d_head": 192, "d_v": 128}),
     (Element.BF16, {"d_head": 256}),
-    (Element.FP16, {"d_head": 256, "causal": True, "window": True}),
+    (Element.FP16, {"d_head": 256, "causal": True, "window": True, "softcap": True}),
 )
 
 
@@ -235,6 +248,12 @@ GENERAL = Family(
             "window: blocks of keys outside of what a cluster sees are never loaded",
             _file(4),
             opens={"window": (False,)},
+        ),
+        StepEntry(
+            "softcap",
+            "softcap: the logits are limited by tanh",
+            _file(5),
+            opens={"softcap": (False,)},
         ),
     ),
     targets=(TARGET,),

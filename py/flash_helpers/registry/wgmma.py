@@ -335,7 +335,7 @@ class WgmmaConfig(Config):
         return Call((launch,), buffers)
 
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return members of the arguments that the family has beside MEMBERS."""
+        """Return members of the arguments that a family has beside the common ones, or instead."""
         return {}
 
     def check(self) -> None:

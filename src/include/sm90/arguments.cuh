@@ -24,7 +24,9 @@ struct alignas(128) HopperKernelArgs {
     float *lse; // (batch, heads, len_q), or null
     int *next_tile; // a counter, then the taker of each tile, at first 0; null: no counter
     int head_group, last_heads; // heads per group of causal tiles, and in the last one
-    int window_left, window_right; // keys beside its own that a query sees; family general's
+    // of family general alone
+    int window_left, window_right; // keys beside its own that a query sees
+    float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
 };
 
 // The edges that a kernel's tiles may cross: none; those of the tensors; those of the causal mask

@@ -17,9 +17,17 @@ __device__ __forceinline__ uint32_t load_pair(const Element *first, int64_t stri
     return (rows > 0 ? first[0] : 0) | (rows > 1 ? uint32_t(first[stride]) << 16 : 0);
 }
 
+// tanh(x) in one MUFU.TANH.
+__device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15. With column 0 the LSE of the rows
-// is stored too, if asked for. scale: log2(e) · softmax_scale. The fragments are as in mma.cuh.
-template <DType kDType, int kDHead, int kTiles, Edges kEdges>
+// is stored too, if asked for. scale: log2(e) · softmax_scale, or log2(e) · softcap if kSoftcap.
+// The fragments are as in mma.cuh.
+template <DType kDType, int kDHead, int kTiles, Edges kEdges, bool kSoftcap = false>
 __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, TilePlace place,
                                               float scale, int col) {
     constexpr bool kWhole = kEdges == Edges::kNone;
@@ -70,6 +78,11 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float *S = &S_rmem[0][2 * half], *S_8 = &S_rmem[1][2 * half];
+#pragma unroll
+            for (int i = 0; i < 2 && kSoftcap; ++i) {
+                S[i] = tanh_approx(S[i] * args.scale_in_cap);
+                S_8[i] = tanh_approx(S_8[i] * args.scale_in_cap);
+            }
 #pragma unroll
             for (int i = 0; i < 2 && !kWhole; ++i) {
                 const int column = key + 2 * t + i, column_8 = column + kMmaN;

@@ -385,6 +385,11 @@ FAULTS = {
         swap(r"\{(%r\d+), (%r\d+)\}", r"{\2, \1}"), quantity="l", turn=1,
         options={"window": True},
     ),
+    "g5: logits are limited before they are scaled": Fault(
+        "g5", BF16, MAIN_LOOP, r"ld\.param\.f32.*\+44\]",
+        swap(r"ld\.param(\.f32\s+%f\d+), .*;", r"mov\1, 0f3F800000;"), quantity="l", turn=1,
+        options={"softcap": True},
+    ),
 }  # fmt: skip
 
 

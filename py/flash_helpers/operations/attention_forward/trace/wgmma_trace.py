@@ -135,16 +135,22 @@ def _exponents(
 
 
 def _element(flow: DataFlow, reader: Instruction, elements: Mapping[str, int]) -> int | None:
-    """The element of S that is an instruction's first operand, directly, as a copy, or hidden by a
-    mask."""
-    operand = reader.operands[1]
-    writers = flow.through_moves(reader, operand)
-    copies = (operand, *(move.operands[1] for move in writers if move.name == "mov"))
+    """The element of S that is an instruction's first operand, directly, as a copy, hidden by a
+    mask, or scaled and limited by tanh."""
+    operands = reader.operands[1:] if reader.name == "mul" else reader.operands[1:2]
+    writers = [i for operand in operands for i in flow.through_moves(reader, operand)]
+    copies = (*operands, *(move.operands[1] for move in writers if move.name == "mov"))
     for copy in copies:
         if isinstance(copy, Register) and copy.name in elements:
             return elements[copy.name]
-    hiding = (i for i in writers if i.name == "selp" and isinstance(i.operands[2], Immediate))
-    found = (_element(flow, selection, elements) for selection in hiding)
+    passing = (
+        i
+        for i in writers
+        if (i.name == "selp" and isinstance(i.operands[2], Immediate))
+        or i.name == "tanh"
+        or (i.name == "mul" and reader.name == "tanh")
+    )
+    found = (_element(flow, i, elements) for i in passing)
     return next((element for element in found if element is not None), None)
 
 
