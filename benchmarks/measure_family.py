@@ -74,10 +74,17 @@ class Kind:
         return tuple(family.dtypes) if self.all_dtypes else (self.dtype,)
 
     def kernels(self, family: Family, built: Sequence[Config]) -> list[Config]:
-        """The built configs that are measured, steps in order and then winners."""
-        variants = [v for config in family.progression() for v in config.variants()]
+        """The built configs that are measured, steps in order and then winners: those for the
+        problems of the family's benchmark, with its head size and without a window or a softcap."""
         dtypes = self.dtypes(family)
-        own = [c for c in variants if c.dtype in dtypes and is_causal(c) == self.causal]
+        own = [
+            variant
+            for fixed in family.progression()
+            for variant in fixed.variants()
+            if variant.dtype in dtypes and is_causal(variant) == self.causal
+            if variant.supports.sizes == fixed.supports.sizes
+            if not getattr(variant.supports, "exact", ())
+        ]
         steps = list(dict.fromkeys(config.step for config in own))
         wanted = steps if self.steps is None else steps[-self.steps :]
         found = [config for config in own if config.step in wanted]

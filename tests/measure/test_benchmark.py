@@ -988,13 +988,13 @@ def test_a_record_with_something_else_in_it_is_refused_by_file_and_place(
 def other_values(problem: Problem) -> dict[str, object]:
     """Another value of each field of a problem, by the field's name."""
     flags = dict.fromkeys(("causal", "return_lse", "sinks"), True)
-    bounds = {"window_left": 5, "window_right": 6}
-    other = {"dtype": Element.FP16, **flags, **bounds, "softmax_scale": 0.5, "softcap": 2.0}
+    numbers = {"window_left": 5, "window_right": 6, "softmax_scale": 0.5, "softcap": 2.0}
+    other = {"dtype": Element.FP16, **flags, **numbers, "sequences": 3}
     sizes = {f.name: 2 * getattr(problem, f.name) for f in fields(problem) if f.name not in other}
     return {f.name: other.get(f.name, sizes.get(f.name)) for f in fields(problem)}
 
 
-PROBLEMS = (AttentionForward(2, 16, 1024, kv_heads=8), Rows(64, 1024))
+PROBLEMS = (AttentionForward(1, 16, 1024, kv_heads=8), Rows(64, 1024))
 
 
 @pytest.mark.parametrize(
