@@ -112,11 +112,13 @@ class TestCommitted:
                     assert figures.loop_hmma == hmma_of_tile(config), figures
 
     def test_has_resources_that_the_tiles_and_an_sm_have(self, root) -> None:
-        """The kernels declare no static shared memory; those for Hopper alone spill nothing."""
+        """Kernels for sequences of various lengths keep a tile's place in static shared memory,
+        which is aligned like the tiles; others declare none. Those for Hopper spill nothing."""
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
                 config = config_from_short_form(figures.kernel)
-                assert figures.smem_bytes == config.smem_bytes, figures
+                static = 128 if getattr(config, "varlen", False) else 0
+                assert figures.smem_bytes == config.smem_bytes + static, figures
                 registers = figures.blocks_per_sm * config.n_threads * figures.registers
                 assert 0 < registers <= 64 * 1024, figures
                 if figures.architecture == "sm_90a":
