@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from tiers import is_of_gpu_tier, matrix_mark
 from flash_helpers import kernel_configs
 from flash_helpers.check.difference import output_difference
 from flash_helpers.check.errors import Reference, measure_error
-from flash_helpers.kernel_configs import AttentionForward, Config, get_listed_configs
+from flash_helpers.kernel_configs import AttentionForward, Config, Element, get_listed_configs
 from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
-from flash_helpers.operations.attention_forward.reference import attention_reference
+from flash_helpers.operations.attention_forward.inputs import QKV, draw
+from flash_helpers.operations.attention_forward.reference import reference
 
 FAMILIES = {n: f for n, f in kernel_configs.FAMILIES.items() if f.operation is OPERATION}
 CONFIGS = [c for c in get_listed_configs() if c.family.operation is OPERATION]
@@ -54,8 +54,8 @@ def where_it_runs(config: Config) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 
-# of kernels with a mask tests/gpu/test_general_gpu.py knows what is right
-WITHOUT_MASK = [config for config in CONFIGS if not config.supports.causal]
+# of kernels with a mask, a window or a softcap tests/gpu/test_general_gpu.py knows what is right
+WITHOUT_MASK = [c for c in CONFIGS if not c.supports.causal and not c.supports.exact]
 each_config = each(WITHOUT_MASK)
 each_bf16_config = each(config for config in WITHOUT_MASK if config.dtype.short == "bf16")
 first_and_last = each(FIRST_AND_LAST, once=True)
@@ -70,14 +70,17 @@ last_of_each_family = each(
 
 @dataclass(frozen=True)
 class Problem:
-    """Q, K and V, (batch, seq, n_heads, d_head), with what attention makes of them."""
+    """Q, K and V, (batch, seq, n_heads, d_head), with what attention makes of them. others: the
+    inputs besides, such as sinks, by name."""
 
     inputs: QKV
     reference: Reference
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def poisoned_output(self) -> torch.Tensor:
         """A contiguous output full of NaN."""
-        return torch.full_like(self.inputs[0], torch.nan)
+        q, _, v = self.inputs
+        return q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
 
     def fault(self, output: torch.Tensor) -> str:
         """Faults of the output; empty if it is right."""
@@ -113,9 +116,10 @@ def make_problem(
     seed: int = 0,
 ) -> Problem:
     """Draw the inputs and compute their reference on `device`."""
-    inputs = make_inputs(distribution, shape, dtype, device, seed)
-    reference = attention_reference(*inputs, causal=shape.causal, softmax_scale=shape.softmax_scale)
-    return Problem(inputs, reference)
+    asked = replace(shape, dtype=Element.from_name(str(dtype).removeprefix("torch.")))
+    drawn = draw(distribution, asked, device, seed)
+    right = reference(asked, drawn)
+    return Problem((drawn.pop("q"), drawn.pop("k"), drawn.pop("v")), right, drawn)
 
 
 def require_memory(n_bytes: int) -> None:

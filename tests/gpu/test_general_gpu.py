@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
 from gpu_problems import CONFIGS, Problem, each, torch_dtype
 
 import flash_attention
+from flash_attention._varlen import varlen_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
 from flash_helpers.operations.attention_forward.supports import asked_for
+from flash_helpers.runtime.call import prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -41,30 +43,27 @@ def shapes_for(config: Config) -> Iterator[AttentionForward]:
     takes."""
     yield from config.supports.corners()
     for batch, heads, kv_heads, len_q, len_k in SIZES:
-        shape = AttentionForward(
-            batch,
-            heads,
-            len_q,
-            dtype=config.dtype,
-            len_k=len_k,
-            kv_heads=kv_heads,
-            causal=config.supports.causal,
-            return_lse="return_lse" in config.supports.abilities,
+        lse = "return_lse" in config.supports.abilities
+        shape = config.supports.problem(
+            batch, heads, len_q, len_k, kv_heads=kv_heads, return_lse=lse
         )
         if not config.refusal(shape):
             yield shape
 
 
 def run(
-    config: Config, shape: AttentionForward, case: Problem
+    config: Config,
+    shape: AttentionForward,
+    case: Problem,
+    qkvo: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o and, if it is asked for, lse, of memory full of NaN."""
-    o, lse = case.poisoned_output(), None
+    """o and, if it is asked for, lse, of memory full of NaN. qkvo: in place of the case's own."""
+    found = dict(zip("qkvo", qkvo or (*case.inputs, case.poisoned_output()), strict=True))
     if shape.return_lse:
-        lse = torch.full((shape.batch, shape.heads, shape.len_q), torch.nan, device=o.device)
-    scale = None if shape.has_usual_scale else shape.softmax_scale
-    flash_attention.forward(config, *case.inputs, o, softmax_scale=scale, lse=lse)
-    return o, lse
+        rows = (shape.batch, shape.heads, shape.len_q)
+        found["lse"] = torch.full(rows, torch.nan, device=found["o"].device)
+    prepare(config, *shape.arranged({**found, **case.others}), **shape.call_options()).run()
+    return found["o"], found.get("lse")
 
 
 def fault(shape: AttentionForward, case: Problem, o: torch.Tensor, lse: torch.Tensor | None) -> str:
@@ -115,36 +114,35 @@ def test_the_same_inputs_give_the_same_bits(config: Config, problem: ProblemMake
 
 def more_tiles_than_blocks(config: Config) -> AttentionForward:
     """320 tiles of 192 rows, 448 of 128, of unequal work."""
-    return AttentionForward(4, 16, 777, dtype=config.dtype, causal=True)
+    return config.supports.problem(4, 16, 777, 777)
 
 
 @pytest.mark.slow
 @each_that_counts
 def test_ten_thousand_calls_give_the_same_bits(config: Config, problem: ProblemMaker) -> None:
-    case = problem("normal", more_tiles_than_blocks(config), torch_dtype(config))
+    shape = more_tiles_than_blocks(config)
+    case = problem("normal", shape, torch_dtype(config))
     output = case.poisoned_output()
-    first = flash_attention.forward(config, *case.inputs)
+    first, _ = run(config, shape, case)
     case.check(first)
     differs = torch.zeros((), dtype=torch.int64, device=first.device)
     for _ in range(10_000):
         output.fill_(torch.nan)
-        differs += (flash_attention.forward(config, *case.inputs, output) != first).any()
+        differs += (run(config, shape, case, (*case.inputs, output))[0] != first).any()
     assert differs.item() == 0
 
 
 @each_that_counts
 def test_two_streams_may_run_it_at_once(config: Config, problem: ProblemMaker) -> None:
-    cases = [
-        problem(distribution, more_tiles_than_blocks(config), torch_dtype(config))
-        for distribution in ("normal", "outliers")
-    ]
+    shape = more_tiles_than_blocks(config)
+    cases = [problem(name, shape, torch_dtype(config)) for name in ("normal", "outliers")]
     streams = [torch.cuda.Stream() for _ in cases]
     outputs: list[tuple[Problem, torch.Tensor]] = []
     torch.cuda.synchronize()
     for _ in range(25):
         for case, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):
-                outputs.append((case, flash_attention.forward(config, *case.inputs)))
+                outputs.append((case, run(config, shape, case)[0]))
     torch.cuda.synchronize()
     assert [case.fault(output) for case, output in outputs] == [""] * len(outputs)
 
@@ -153,12 +151,13 @@ def test_two_streams_may_run_it_at_once(config: Config, problem: ProblemMaker) -
 def test_the_counter_begins_anew_at_each_replay_of_a_graph(
     config: Config, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", more_tiles_than_blocks(config), torch_dtype(config))
+    shape = more_tiles_than_blocks(config)
+    case = problem("normal", shape, torch_dtype(config))
     output = case.poisoned_output()
-    flash_attention.forward(config, *case.inputs)  # whatever has to be loaded is
+    run(config, shape, case)  # whatever has to be loaded is
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        flash_attention.forward(config, *case.inputs, output)
+        run(config, shape, case, (*case.inputs, output))
     for _ in range(3):
         output.fill_(torch.nan)
         graph.replay()
@@ -177,9 +176,7 @@ def test_what_lies_around_the_tensors_is_neither_read_nor_written(
             batch, length, heads, d_head = x.shape
             frames.append(x.new_full((batch, length + 2 * margin, heads, d_head), torch.nan))
             frames[-1][:, margin : margin + length] = x
-        q, k, v, o = (frame[:, margin:-margin] for frame in frames)
-        scale = None if shape.has_usual_scale else shape.softmax_scale
-        flash_attention.forward(config, q, k, v, o, softmax_scale=scale)
+        o, _ = run(config, shape, case, [frame[:, margin:-margin] for frame in frames])
         assert case.fault(o) == "", shape
         assert frames[3][:, :margin].isnan().all() and frames[3][:, -margin:].isnan().all()
 
@@ -188,12 +185,23 @@ def test_what_lies_around_the_tensors_is_neither_read_nor_written(
 def test_attention_takes_what_the_config_takes(config: Config, problem: ProblemMaker) -> None:
     for shape in config.supports.corners():
         case = problem("normal", shape, torch_dtype(config))
-        results = flash_attention.attention(
-            *case.inputs,
-            causal=shape.causal,
-            softmax_scale=None if shape.has_usual_scale else shape.softmax_scale,
-            return_lse=shape.return_lse,
-        )
+        bounds = (shape.window_left, shape.window_right)
+        options = {
+            "causal": shape.causal,
+            "window_size": tuple(-1 if bound is None else bound for bound in bounds),
+            "softcap": shape.softcap,
+            "sinks": case.others.get("sinks"),
+            "softmax_scale": None if shape.has_usual_scale else shape.softmax_scale,
+            "return_lse": shape.return_lse,
+        }
+        if shape.sequences:
+            begins = (case.others["cu_seqlens_q"], case.others["cu_seqlens_k"])
+            tokens = [x[0] for x in case.inputs]
+            longest = (shape.len_q, shape.len_k)
+            found = varlen_attention(*tokens, *begins, *longest, **options)
+            results = [x[None] for x in found] if shape.return_lse else found[None]
+        else:
+            results = flash_attention.attention(*case.inputs, **options)
         o, lse = results if shape.return_lse else (results, None)
         assert fault(shape, case, o, lse) == "", (shape, asked_for(shape))
 
@@ -204,8 +212,6 @@ def test_calls_with_the_same_queries_and_other_keys_do_not_mix(
 ) -> None:
     """A call that is repeated from C is found by its q alone."""
     for len_k in 3 * (200, 333, 64):
-        shape = AttentionForward(
-            2, 4, 200, dtype=config.dtype, len_k=len_k, causal=config.supports.causal
-        )
+        shape = config.supports.problem(2, 4, 200, len_k)
         case = problem("normal", shape, torch_dtype(config))
         assert fault(shape, case, *run(config, shape, case)) == "", shape
