@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.files import text_diff, write_if_different
-from flash_helpers.course.blocks import kinds_text
+from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, fixed_config
+from flash_helpers.course.blocks import FACTS_KIND, kinds_text
 from flash_helpers.course.build import (
     BuiltPage,
     SourcePage,
@@ -24,7 +25,8 @@ from flash_helpers.course.build import (
 )
 from flash_helpers.course.commands import TIME_LIMIT
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.pages import absent_pages, all_pages
+from flash_helpers.course.pages import absent_pages, all_pages, page_at
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.registry.selection import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,6 +184,9 @@ def build(arguments: argparse.Namespace) -> int:
         print_text(list_text(pages))
         return 0
     evidence = Evidence(root)
+    with_facts = (p.path for p in pages if any(block.kind == FACTS_KIND for block in p.blocks))
+    steps = [page.step for page in map(page_at, with_facts) if page and page.step]
+    evidence.read((fixed_config(STEPS[step]) for step in steps), DEFAULT_ARCHITECTURE)
     built = build_pages(pages, evidence, run=not arguments.no_commands, check=arguments.check)
     if arguments.check:
         return check(built, [] if arguments.pages else absent_pages(root))

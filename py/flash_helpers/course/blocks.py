@@ -41,6 +41,7 @@ DEFAULT_OUTPUT_LINES = 20
 OUTPUT_USAGE = f"[lines={DEFAULT_OUTPUT_LINES}]"
 OUTPUT_MEANING = "a console block with the output of its commands, of each the first lines= lines"
 PICTURE_KIND = "picture"
+FACTS_KIND = "facts"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _about_kernels(
 
 
 KINDS: Mapping[str, Kind] = {
-    "facts": _about_a_step("the resources of a step, beside its parent", facts_block),
+    FACTS_KIND: _about_a_step("the resources of a step, beside its parent", facts_block),
     "diff": _about_a_step("the code that a step changed, without comments", diff_block),
     "counters": _about_kernels("the simulator's counts", counters_block, arch=False),
     "sass": _about_kernels("instructions by phase and class", sass_block),

@@ -3,16 +3,15 @@ the simulator, and committed measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from flash_helpers.console.progress import progress_bar
-from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.sources import CodeDiff, code_diff
-from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
+from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, own_kernels
 from flash_helpers.measure.results import (
     RESULTS,
@@ -157,23 +156,23 @@ class Evidence:
         """
         return self._facts(config, config.family.target_on(architecture))
 
-    def _read_facts(self, config: Config, target: str) -> ConfigFacts:
-        return config_facts(config, self._kernel(config, target), self.results_of(config.step))
-
-    def _kernel(self, config: Config, target: str) -> Kernel:
-        if (config, target) not in self._kernels:
-            # Read the whole progression: opening the library takes longer than reading a kernel.
-            wanted = {config}
-            if not any(c.family is config.family and there == target for c, there in self._kernels):
-                wanted.update(
-                    c
-                    for c in get_kernel_progression_configs()
-                    if c.dtype == DTYPE and c.family is config.family
-                )
+    def read(self, configs: Iterable[Config], architecture: str) -> None:
+        """Read the machine code of all kernels that `facts` will be asked for: those that the cache
+        lacks are compiled at the same time instead of one after the other."""
+        wanted: dict[str, list[Config]] = {}
+        for config in configs:
+            target = config.family.target_on(architecture)
+            if (config, target) not in self._kernels:
+                wanted.setdefault(target, []).append(config)
+        for target, missing in wanted.items():
             with progress_bar(f"read SASS of {target}") as progress:
-                found = own_kernels(target, wanted, progress=progress)
+                found = own_kernels(target, missing, progress=progress)
             self._kernels.update({(c, target): kernel for c, kernel in found.items()})
-        return self._kernels[config, target]
+
+    def _read_facts(self, config: Config, target: str) -> ConfigFacts:
+        self.read([config], target)
+        kernel = self._kernels[config, target]
+        return config_facts(config, kernel, self.results_of(config.step))
 
     def step_diff(self, step: Step) -> CodeDiff:
         """Changes of a step to its parent's code. Raises UsageError for a step without a
