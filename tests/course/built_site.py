@@ -1,13 +1,27 @@
-"""A site that was built, for the tests that look at it."""
+"""A site that was built, for the tests that look at it, and views that stand in for those that the
+first tier does not build."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from browser import skip_or_fail
+from tiers import leads
 
+from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.site import SiteError, require_site_packages
+from flash_helpers.course.site_views import View, step_views, view_name
+from flash_helpers.kernel_configs import STEPS
+from flash_helpers.registry.family import Step
+
+STEP = STEPS["v7"]
+"""The step whose page and view the tests of the browser look at."""
+INDENTED = STEPS["v3"]
+"""The step whose first change begins beyond column 40."""
+BUILT = [step for step in STEPS.values() if leads(step) or step in (STEP, INDENTED)]
+"""The steps whose views stand in the site of the first tier."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +42,14 @@ def require_builder() -> None:
         require_site_packages()
     except SiteError as error:
         skip_or_fail(str(error))
+
+
+def stand_ins(steps: Iterable[Step]) -> Iterator[View]:
+    """Yield empty views of steps, which links lead to."""
+    return (View(view_name(step), "<html></html>", ()) for step in steps)
+
+
+def some_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
+    """Yield the views of the steps in BUILT, and stand-ins of the others."""
+    yield from step_views(evidence, pages, BUILT)
+    yield from stand_ins(step for step in STEPS.values() if step not in BUILT)

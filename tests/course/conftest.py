@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
-from built_site import BuiltSite, require_builder
+from built_site import BuiltSite, require_builder, some_views
 from course_book import Book
 
+from flash_helpers.course import site
 from flash_helpers.course.blocks import render
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.site import build_site
@@ -16,10 +17,12 @@ from flash_helpers.course.site import build_site
 
 @pytest.fixture(scope="session")
 def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> BuiltSite:
-    """The site."""
+    """The site, with the views of the steps that lead."""
     require_builder()
     folder = tmp_path_factory.mktemp("course") / "site"
-    return BuiltSite(folder, build_site(root, folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site, "step_views", some_views)
+        return BuiltSite(folder, build_site(root, folder))
 
 
 @pytest.fixture

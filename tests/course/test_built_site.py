@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 from browser import open_browser, requested_urls, waiting
-from built_site import BuiltSite
+from built_site import BUILT, INDENTED, STEP, BuiltSite, stand_ins
 
-from flash_helpers.course.pages import COURSE, PAGES, Page, page_of_step
-from flash_helpers.course.site_views import view_name
+from flash_helpers.course.pages import COURSE, PAGES, Page
+from flash_helpers.course.site_links import broken_links
+from flash_helpers.course.site_views import VIEWS, step_views, view_name
 from flash_helpers.course.stairs import has_tiles
 from flash_helpers.kernel_configs import FAMILIES, STEPS
 from flash_helpers.measure.plots import PLOT_TITLES
@@ -34,7 +35,6 @@ NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 SMALL = {"width": 1366, "height": 420, "deviceScaleFactor": 1, "mobile": False}
 SCREENS = {"narrow": NARROW, "middle": MIDDLE, "wide": WIDE}
 ENTER = "\ue007"
-STEP = STEPS["v7"]  # whose page and view are looked at
 
 
 def menu(text: str) -> list[tuple[str, str]]:
@@ -93,46 +93,8 @@ class TestRepository:
             assert found is None, f"{path.name}: {found[0] if found else ''}"
 
     @pytest.mark.parametrize("step", STEPS)
-    def test_each_step_leads_to_its_view_and_back(self, built: BuiltSite, step: str) -> None:
-        page = page_of_step(step)
-        stem = page.path.stem if page else "index"
-        name = str(view_name(STEPS[step]))
-        assert page is None or f'href="{name}"' in built.text(f"{stem}.html")
-        view = built.text(name)
-        assert f'href="../{stem}.html"' in view
-        index = json.loads(re.search(r'id="index">(.*?)</script>', view)[1])
-        shown = [name for name in (STEPS[step].parent, step) if name is not None]
-        assert [kernel["name"] for kernel in index["kernels"]] == shown
-        assert index["shown"] == len(shown) - 1
-        assert ('id="diff-1"' in view) == (len(shown) == 2)
-
-    @pytest.mark.parametrize("step", STEPS)
-    def test_a_view_is_small_and_leads_to_the_files_of_its_panes(
-        self, built: BuiltSite, step: str
-    ) -> None:
-        """As links, which need no script, and which `test_has_no_faults` follows."""
-        name = view_name(STEPS[step])
-        text = built.text(str(name))
-        assert len(text.encode()) < 400_000
-        shown = [s for s in (STEPS[step].parent, step) if s is not None]
-        for pane in ("cuda", "ptx", "sass"):
-            start = text.index(f'class="pane" data-pane="{pane}"')  # the style names panes, too
-            code = text[start:].partition('role="listbox"')[2]
-            code = code[: code.index("</div>")]
-            links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', code)
-            assert [title for _, title in links] == [f"{pane.upper()} of {s}" for s in shown]
-            for address, _ in links:
-                file = built.folder / name.parent / address
-                assert file.read_text(encoding="utf-8").startswith(f'viewPart("{address}", {{')
-
-    @pytest.mark.parametrize(
-        "step", [s.id for s in STEPS.values() if s.parent and has_tiles(FAMILIES[s.family])]
-    )
-    def test_a_view_shows_step_and_parent_at_one_tile(self, built: BuiltSite, step: str) -> None:
-        view = built.text(str(view_name(STEPS[step])))
-        index = json.loads(re.search(r'id="index">(.*?)</script>', view)[1])
-        tiles = {re.search(r"_Br\d+_Bc\d+_w\d+", k["symbol"])[0] for k in index["kernels"]}
-        assert len(tiles) == 1
+    def test_the_page_of_a_step_leads_to_its_view(self, built: BuiltSite, step: str) -> None:
+        assert f'href="{view_name(STEPS[step])}"' in built.text(page_of(STEPS[step]))
 
     def test_measurements_have_plots_and_tables_of_their_numbers(
         self, built: BuiltSite, root: Path
@@ -152,6 +114,75 @@ class TestRepository:
     ) -> None:
         address = f'src="_images/{STEPS[step].family}.svg#step-{step}"'
         assert address in built.text(page_of(STEPS[step]))
+
+
+EACH_VIEW = pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step, marks=() if step in BUILT else pytest.mark.matrix(step.family))
+        for step in STEPS.values()
+    ],
+    ids=lambda step: step.id,
+)
+"""The views of the steps in BUILT; in the matrix those of the others."""
+
+
+def index_of(view: str) -> Any:
+    """What a view's script knows of its kernels."""
+    return json.loads(re.search(r'id="index">(.*?)</script>', view)[1])
+
+
+class TestViews:
+    """The files of views of machine code: those of the site, and in the matrix those that the site
+    has stand-ins for, each beside stand-ins of the pages and views around it."""
+
+    @pytest.fixture
+    def folder(self, request: pytest.FixtureRequest, tmp_path: Path, step: Step) -> Path:
+        """The folder of a site that has the view of the step."""
+        if step in BUILT:
+            return request.getfixturevalue("built").folder
+        stems = {page.step: page.path.stem for page in PAGES if page.step}
+        (view,) = step_views(request.getfixturevalue("evidence"), stems, [step])
+        assert view.missing == ()
+        for stem in stems.values():
+            (tmp_path / f"{stem}.html").write_text("<html></html>")
+        for shown in (*stand_ins(STEPS.values()), view):
+            for name, text in shown.files():
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_text(text, encoding="utf-8")
+        assert broken_links(tmp_path) == []
+        return tmp_path
+
+    @pytest.fixture
+    def view(self, folder: Path, step: Step) -> str:
+        """The text of the view."""
+        return (folder / view_name(step)).read_text(encoding="utf-8")
+
+    @EACH_VIEW
+    def test_each_is_of_its_step_and_leads_back_to_its_page(
+        self, folder: Path, view: str, step: Step
+    ) -> None:
+        """It is small, too, and leads to the files of its panes: as links, which need no script,
+        and which are followed for the whole site in `test_has_no_faults`."""
+        shown = [name for name in (step.parent, step.id) if name is not None]
+        index = index_of(view)
+        assert f'href="../{page_of(step)}"' in view
+        assert [kernel["name"] for kernel in index["kernels"]] == shown
+        assert index["shown"] == len(shown) - 1
+        assert ('id="diff-1"' in view) == (len(shown) == 2)
+        if step.parent and has_tiles(FAMILIES[step.family]):
+            tiles = {re.search(r"_Br\d+_Bc\d+_w\d+", k["symbol"])[0] for k in index["kernels"]}
+            assert len(tiles) == 1  # those of step and parent
+        assert len(view.encode()) < 400_000
+        for pane in ("cuda", "ptx", "sass"):
+            start = view.index(f'class="pane" data-pane="{pane}"')  # the style names panes, too
+            code = view[start:].partition('role="listbox"')[2]
+            code = code[: code.index("</div>")]
+            links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', code)
+            assert [title for _, title in links] == [f"{pane.upper()} of {s}" for s in shown]
+            for address, _ in links:
+                file = folder / VIEWS / address
+                assert file.read_text(encoding="utf-8").startswith(f'viewPart("{address}", {{')
 
 
 @pytest.fixture(scope="module")
@@ -518,7 +549,7 @@ class TestView:
             pane,
         )
 
-    # all views are made in one way
+    # all views are made in one way; these stand in BUILT
     @pytest.mark.parametrize("step", [[*f.steps][n] for f in FAMILIES.values() for n in (0, -1)])
     def test_opens_at_what_changed(self, reader: Reader, step: str) -> None:
         """CUDA at the first line that changed, and all that can be."""
@@ -538,9 +569,9 @@ class TestView:
         assert size == [LOW["width"], LOW["height"]]
 
     def test_a_change_indented_beyond_its_pane_is_seen(self, reader: Reader) -> None:
-        """Ten characters of it at least; v3's first one begins beyond column 40."""
+        """Ten characters of it at least."""
         reader.screen(LOW)
-        reader.open(str(view_name(STEPS["v3"])))
+        reader.open(str(view_name(INDENTED)))
         blanks, left, right = reader.js(
             """
             const line = document.querySelector("[data-pane=cuda] .cursor").lastElementChild;

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from built_site import require_builder
+from built_site import require_builder, stand_ins
 from fake_backend import load_tool
 
 from flash_helpers.course import site
@@ -52,8 +52,7 @@ def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (folder / "docs/00_start.md").write_text("# Start\n\n## The idea\n\nText.\n")
     (folder / "docs/01_base.md").write_text("# Base\n\nText.\n")
     monkeypatch.setattr(site, "PAGES", pages_of("00_start.md", "01_base.md"))
-    empty = [View(view_name(step), "<html></html>", ()) for step in STEPS.values()]
-    monkeypatch.setattr(site, "step_views", lambda *arguments: iter(empty))
+    monkeypatch.setattr(site, "step_views", lambda *arguments: stand_ins(STEPS.values()))
     return folder
 
 
@@ -208,8 +207,7 @@ class TestFaults:
     ) -> None:
         first, *rest = STEPS.values()
         view = View(view_name(first), "<html></html>", ("previous_kernels/v1/forward_kernel.cuh",))
-        others = [View(view_name(step), "<html></html>", ()) for step in rest]
-        monkeypatch.setattr(site, "step_views", lambda *arguments: iter([view, *others]))
+        monkeypatch.setattr(site, "step_views", lambda *arguments: iter([view, *stand_ins(rest)]))
         (warning,) = build_site(repository, repository.parent / "site")
         assert "views/step_01.html cannot show previous_kernels/v1/forward_kernel.cuh" in warning
 

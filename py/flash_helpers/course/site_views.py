@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -60,12 +60,16 @@ def _beside(step: Step) -> str:
     return f"step {step.id}" if step.parent is None else f"step {step.id} beside {step.parent}"
 
 
-def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
-    """The view of each step, from the kernels of the installed library. pages: names of the pages
-    about a step, which the views lead back to, by its id.
+def step_views(
+    evidence: Evidence, pages: Mapping[str, str], steps: Iterable[Step] = tuple(STEPS.values())
+) -> Iterator[View]:
+    """The view of each of some steps. pages: names of the pages about a step, which the views lead
+    back to, by its id.
 
-    Raises SassError, BuildError or OSError if the library has not all of them.
+    Raises SassError, BuildError or OSError if a kernel cannot be read.
     """
+    shown_in = {step: with_parent(step) for step in steps}
+    evidence.read({c for configs in shown_in.values() for c in configs}, DEFAULT_ARCHITECTURE)
 
     @functools.cache  # a kernel is shown with its parent, and with each that it is the parent of
     def ptx_sources_of(config: Config) -> Mapping[int, tuple[SourceLine, ...]]:
@@ -73,8 +77,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
         return ptx_sources(kernel, ptx_path(config).read_text(encoding="utf-8"))
 
     written: set[str] = set()
-    for step in STEPS.values():
-        configs = with_parent(step)
+    for step, configs in shown_in.items():
         found = [evidence.facts(config, DEFAULT_ARCHITECTURE) for config in configs]
         shown = [
             PageKernel(
