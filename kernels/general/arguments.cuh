@@ -34,5 +34,23 @@ struct GeneralKernelConfig {
     friend auto operator<=>(const GeneralKernelConfig &, const GeneralKernelConfig &) = default;
 };
 
-// What the kernels of family hopper take.
-struct GeneralKernelArgs : HopperKernelArgs {};
+// The arguments of family hopper's kernels, and more.
+struct GeneralKernelArgs : HopperKernelArgs {
+    int window_left, window_right; // keys beside its own that a query sees
+    float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
+    const Element *sinks; // (heads), or null
+};
+
+// As in sm90/arguments.cuh, and of a window.
+template <Edges kEdges>
+__device__ __forceinline__ int visible_keys(int query, const GeneralKernelArgs &args) {
+    if constexpr (kEdges == Edges::kWindow) {
+        return args.len_k + min(query + 1 - args.len_q + args.window_right, 0);
+    } else {
+        return visible_keys<kEdges>(query, static_cast<const HopperKernelArgs &>(args));
+    }
+}
+template <Edges kEdges>
+__device__ __forceinline__ int first_visible_key(int query, const GeneralKernelArgs &args) {
+    return kEdges == Edges::kWindow ? query - args.len_q + (args.len_k - args.window_left) : 0;
+}

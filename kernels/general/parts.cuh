@@ -219,9 +219,9 @@ __device__ __forceinline__ void store_columns(const GeneralKernelArgs &args, Til
 
 // The 16 rows of a warp that begin at place_of(tile), computed again, for each tile n of a thread
 // block whose bit n % 32 is set: exact_tiles of sm90/exact_rows.cuh for a d_v of its own.
-template <typename T, typename PlaceOf>
+template <typename T, typename PlaceOf, typename Sinks = NoSinks>
 __device__ __forceinline__ void compute_again(const GeneralKernelArgs &args, uint32_t bits,
-                                              PlaceOf &&place_of) {
+                                              PlaceOf &&place_of, Sinks sinks = {}) {
     constexpr int kTiles = 2;
     for (int tile = blockIdx.x / T::kBlocks, n = -1; tile < args.tiles;
          tile += T::cfg.causal ? 1 : gridDim.x / T::kBlocks) {
@@ -229,7 +229,7 @@ __device__ __forceinline__ void compute_again(const GeneralKernelArgs &args, uin
 #pragma unroll 1
             for (int col = 0; col < T::kDV; col += kTiles * kMmaN) {
                 exact_columns<T::cfg.dtype, T::kDHead, kTiles, T::kEdges, T::cfg.softcap>(
-                    args, place_of(tile), args.scale, col);
+                    args, place_of(tile), args.scale, col, sinks);
             }
         }
     }

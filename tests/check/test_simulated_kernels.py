@@ -29,6 +29,7 @@ from flash_helpers.operations.attention_forward.reference import (
     attention_reference,
 )
 from flash_helpers.ptx import Phase, Run
+from flash_helpers.registry.general import GENERAL
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
 from flash_helpers.registry.problem import Role
@@ -178,9 +179,11 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
         }
 
 
-def assert_right_on(config: Config, problem: AttentionForward) -> None:
+def assert_right_on(
+    config: Config, problem: AttentionForward, inputs: dict[str, torch.Tensor] | None = None
+) -> Run:
     """Each output that the problem has, with all of its options and optional inputs."""
-    inputs = draw("normal", problem)
+    inputs = inputs or draw("normal", problem)
     tensors = tensors_for(config, problem, inputs)
     run = run_shipped(config, tensors, device=FEW_SMS, **problem.call_options())
     assert config.short_form() in run.kernel and run.faults == ()
@@ -189,6 +192,7 @@ def assert_right_on(config: Config, problem: AttentionForward) -> None:
         if tensor.role is Role.OUT:
             error = measure_error(tensors[tensor.name], right.expected[tensor.name])
             assert error.within(right.bounds[tensor.name]), f"{tensor.name} of {problem}: {error}"
+    return run
 
 
 @each(COMMITTED, once=True)
@@ -272,6 +276,22 @@ def test_rows_of_any_tile_of_a_cluster_are_computed_again(causal, heads, seq_len
     output, run = simulate(variant, q, k, v)
     assert run.counters.total.mma > 0
     assert_right(output, reference)
+
+
+def test_sinks_are_apart_from_the_logits_by_any_amount_in_all_rows() -> None:
+    """Rows without keys, rows that are computed again, and others."""
+    last = [*GENERAL.steps.values()][-1]
+    config = GENERAL.fixed_config(last, Element.BF16).of_size(64).replace(causal=True)
+    problem = AttentionForward(
+        1, 4, 174, 64, Element.BF16, len_k=164, causal=True, sinks=True, return_lse=True
+    )
+    inputs = draw("normal", problem)
+    inputs["q"][..., 0] = inputs["k"][..., 0] = 0
+    inputs["k"][:, 5, :, 0] = 1  # in the third block that is taken
+    inputs["q"][:, 169, :, 0] = 2000
+    inputs["sinks"][:] = torch.tensor([0.5, 60, 400, -math.inf])
+    run = assert_right_on(config, problem, inputs)
+    assert run.counters.total.mma > 0  # rows were computed again
 
 
 @pytest.mark.parametrize("infinity", [math.inf, -math.inf])

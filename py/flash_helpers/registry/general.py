@@ -15,24 +15,33 @@ from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problem import AttentionForward
-from flash_helpers.operations.attention_forward.supports import SOFTCAP, WINDOW, AttentionSupports
-from flash_helpers.registry.call import FLOAT, INT, StructLayout
+from flash_helpers.operations.attention_forward.supports import (
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    AttentionSupports,
+)
+from flash_helpers.registry.call import FLOAT, INT, POINTER, TENSOR_MAP, StructLayout
 from flash_helpers.registry.config import element, flag, number, with_flags
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.hopper import HOPPER
-from flash_helpers.registry.mma_sync import DTYPES
+from flash_helpers.registry.mma_sync import DTYPES, SINK_LOGITS
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.wgmma import MEMBERS, TARGET, WgmmaConfig
 
 FLAGS = ("causal", "window", "softcap")  # of a config, for which kernels are compiled
 
+# The first member behind a base class, which keeps the padding at its end.
+_BEHIND_A_BASE = replace(INT, align=TENSOR_MAP.align)
 ARGUMENTS = StructLayout(
     "GeneralKernelArgs",
     MappingProxyType(
         {
             **MEMBERS,
-            **dict.fromkeys(("window_left", "window_right"), INT),
+            "window_left": _BEHIND_A_BASE,
+            "window_right": INT,
             "scale_in_cap": FLOAT,
+            "sinks": POINTER,
         }
     ),
 )
@@ -96,8 +105,12 @@ class GeneralKernelConfig(WgmmaConfig):
         base = super().supports
         flags = {WINDOW: self.window, SOFTCAP: self.softcap}
         compiled = frozenset(name for name, is_on in flags.items() if is_on)
+        with_call = {SINKS} if SINK_LOGITS in self.step.traits else set()
         return replace(
-            base, abilities=base.abilities | compiled, exact=compiled, d_v=self.d_v or None
+            base,
+            abilities=base.abilities | compiled | with_call,
+            exact=compiled,
+            d_v=self.d_v or None,
         )
 
     @property
@@ -254,6 +267,12 @@ GENERAL = Family(
             "softcap: the logits are limited by tanh",
             _file(5),
             opens={"softcap": (False,)},
+        ),
+        StepEntry(
+            "sinks",
+            "sinks: one more logit per head, which only the row sums see",
+            _file(6),
+            traits=frozenset({SINK_LOGITS}),
         ),
     ),
     targets=(TARGET,),

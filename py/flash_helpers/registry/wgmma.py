@@ -306,8 +306,8 @@ class WgmmaConfig(Config):
         }
         values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
-        if problem.return_lse:
-            pointers["lse"] = "lse"
+        pointers |= {"lse": "lse"} if problem.return_lse else {}
+        pointers |= {"sinks": "sinks"} if problem.sinks else {}
         buffers: tuple[Buffer, ...] = ()
         if order.counts:
             pointers["next_tile"] = NEXT_TILE

@@ -24,36 +24,32 @@ struct alignas(128) HopperKernelArgs {
     float *lse; // (batch, heads, len_q), or null
     int *next_tile; // a counter, then the taker of each tile, at first 0; null: no counter
     int head_group, last_heads; // heads per group of causal tiles, and in the last one
-    // of family general alone
-    int window_left, window_right; // keys beside its own that a query sees
-    float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
 };
 
 // The edges that a kernel's tiles may cross: none; those of the tensors; those of the causal mask
-// too, or of a window.
+// too, or of a window, which only arguments of family general have.
 enum class Edges { kNone, kTensors, kCausal, kWindow };
 
 // The end of the keys that a query sees. In causal attention the mask is aligned to the bottom
 // right: query i sees key j if j <= i + len_k - len_q. A number below 1 means no key.
 template <Edges kEdges>
 __device__ __forceinline__ int visible_keys(int query, const HopperKernelArgs &args) {
-    if constexpr (kEdges == Edges::kWindow) {
-        return args.len_k + min(query + 1 - args.len_q + args.window_right, 0);
-    }
+    static_assert(kEdges != Edges::kWindow);
     return kEdges == Edges::kCausal ? min(query + 1 + args.len_k - args.len_q, args.len_k)
                                     : args.len_k;
 }
 
 // Their begin; a number below 1 means key 0.
 template <Edges kEdges>
-__device__ __forceinline__ int first_visible_key(int query, const HopperKernelArgs &args) {
-    return kEdges == Edges::kWindow ? query - args.len_q + (args.len_k - args.window_left) : 0;
+__device__ __forceinline__ int first_visible_key(int, const HopperKernelArgs &) {
+    static_assert(kEdges != Edges::kWindow);
+    return 0;
 }
 
 // The blocks of keys of a tile whose queries end before `end`: at least one, though all of it may
 // be hidden.
-template <int B_c, Edges kEdges>
-__device__ __forceinline__ int seen_blocks(int end, const HopperKernelArgs &args) {
+template <int B_c, Edges kEdges, typename Args>
+__device__ __forceinline__ int seen_blocks(int end, const Args &args) {
     const int last_query = min(end, args.len_q) - 1;
     return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
 }
@@ -87,6 +83,13 @@ __device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs
     const auto [block, head] = tile_index<B_r, kEdges>(tile, args);
     return {block * B_r, head % args.heads, head / args.heads};
 }
+
+// No sinks. A step that has sinks gives `of`, the sink of a head, and `add`, which adds it to the
+// sum of a row, of which it takes m and l, and returns the factor of the row's O.
+struct NoSinks {
+    __device__ __forceinline__ float of(int) const { return -INFINITY; }
+    __device__ __forceinline__ float add(float, float &, float &) const { return 1; }
+};
 
 // LSE of a query: m + log2(l) is the logarithm of its sum to base 2. A query that sees no key has
 // the sum 0 and an LSE of -infinity.

@@ -27,9 +27,10 @@ __device__ __forceinline__ float tanh_approx(float x) {
 // Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15. With column 0 the LSE of the rows
 // is stored too, if asked for. scale: log2(e) · softmax_scale, or log2(e) · softcap if kSoftcap.
 // The fragments are as in mma.cuh.
-template <DType kDType, int kDHead, int kTiles, Edges kEdges, bool kSoftcap = false>
-__device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, TilePlace place,
-                                              float scale, int col) {
+template <DType kDType, int kDHead, int kTiles, Edges kEdges, bool kSoftcap = false, typename Args,
+          typename Sinks = NoSinks>
+__device__ __forceinline__ void exact_columns(const Args &args, TilePlace place, float scale,
+                                              int col, Sinks sinks = {}) {
     constexpr bool kWhole = kEdges == Edges::kNone;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int kv_head = kWhole ? place.head : place.head / args.heads_per_kv;
@@ -78,10 +79,12 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float *S = &S_rmem[0][2 * half], *S_8 = &S_rmem[1][2 * half];
+            if constexpr (kSoftcap) {
 #pragma unroll
-            for (int i = 0; i < 2 && kSoftcap; ++i) {
-                S[i] = tanh_approx(S[i] * args.scale_in_cap);
-                S_8[i] = tanh_approx(S_8[i] * args.scale_in_cap);
+                for (int i = 0; i < 2; ++i) {
+                    S[i] = tanh_approx(S[i] * args.scale_in_cap);
+                    S_8[i] = tanh_approx(S_8[i] * args.scale_in_cap);
+                }
             }
 #pragma unroll
             for (int i = 0; i < 2 && !kWhole; ++i) {
@@ -117,13 +120,15 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
                                  load_pair(V + 8 * V_row, V_row, left - 8));
         }
     }
+    const float sink = sinks.of(place.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float row_l = quad_sum(l[half]);
+        float row_l = quad_sum(l[half]);
+        const float O_scale = sinks.add(sink, m[half], row_l);
         if (!kWhole && rows[half] >= args.len_q) {
             continue;
         }
-        const float inverse_l = visible[half] > 0 ? reciprocal_approx(row_l) : 0;
+        const float inverse_l = visible[half] > 0 ? O_scale * reciprocal_approx(row_l) : 0;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
             *reinterpret_cast<uint32_t *>(O_gmem + rows[half] * O_row + n * kMmaN) =

@@ -3,12 +3,12 @@
 // chunk c of row r stands at c ^ r % 8. The pattern repeats after 1024 bytes, to which pieces are
 // aligned. Also functions that turn accumulators into operands or store them in a tile.
 
+#include "elements.cuh"
 #include "flash_attention.cuh"
 #include "numeric.cuh"
 
 constexpr int kPiece = 64; // columns
 constexpr int kRowBytes = kPiece * sizeof(Element);
-constexpr int kChunkBytes = 16;
 constexpr int kPatternBytes = 8 * kRowBytes;
 
 constexpr int kWgmmaM = 64, kWgmmaK = 16; // rows of a warpgroup, depth of one wgmma
