@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR
+from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, kernels_of, parts_of
+from tiers import ROOT
 
 import flash_helpers.sass.read.reader as reader
 from flash_helpers.compile.codegen import library_configs
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
-from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
+from flash_helpers.kernel_configs import Config, config_from_symbol, get_kernel_progression_configs
 from flash_helpers.measure.machine_code import listed_configs, own_kernels
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.runtime.library import library_path
@@ -33,6 +34,7 @@ WITH_LOGS = [
     for architecture in (80, 90)
 ]
 OLD = ["old.sm_80", "old.sm_90"]
+LIBRARY = library_configs(ROOT)
 FEW = sorted({ARCHITECTURES[0], ARCHITECTURES[-1]})
 
 
@@ -245,10 +247,14 @@ class TestLibrary:
     def architecture(cls, request: pytest.FixtureRequest) -> str:
         return request.param
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture(scope="class", params=parts_of(LIBRARY))
     @classmethod
-    def kernels(cls, architecture: str, root: Path) -> dict:
-        return own_kernels(architecture, library_configs(root))
+    def configs(cls, request: pytest.FixtureRequest) -> tuple[Config, ...]:
+        return request.param
+
+    @pytest.fixture
+    def kernels(self, architecture: str, configs: tuple[Config, ...]) -> dict:
+        return kernels_of(configs, architecture)
 
     def test_those_of_all_steps_are_listed(self, architecture: str) -> None:
         number = int(architecture.removeprefix("sm_"))
@@ -260,8 +266,8 @@ class TestLibrary:
         }
         assert listed == sorted(listed)
 
-    def test_each_is_read_for_its_config(self, kernels: dict, root: Path) -> None:
-        assert [*kernels] == sorted(library_configs(root))
+    def test_each_is_read_for_its_config(self, kernels: dict, configs: tuple[Config, ...]) -> None:
+        assert [*kernels] == sorted(configs)
         for config, kernel in kernels.items():
             assert config_from_symbol(kernel.symbol) == config
 
