@@ -3,10 +3,10 @@ view, the folds of the menu, long lines of code, and the definition of a term at
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from sphinx.writers.html5 import HTML5Translator
 from flash_helpers.course.glossary import Term
 from flash_helpers.course.pages import GLOSSARY
 from flash_helpers.course.site_code import WrappingFormatter
-from flash_helpers.course.site_links import LinkError, LinkTargets
+from flash_helpers.course.site_links import FILES, LinkError, LinkTargets
 from flash_helpers.course.site_sources import SourcePages
 
 _BEFORE_SPHINX, _AFTER_FURO = 100, 900  # their own handlers have 500
@@ -49,12 +49,14 @@ class SitePages:
     cards: Mapping[str, str]
     terms: Sequence[Term]
     on_page: Callable[[], object]
+    _source_menus: dict[int, Callable[..., str]] = field(default_factory=dict)
 
     def connect(self, app: Sphinx) -> None:
         """Take part in a build."""
         app.add_node(nodes.image, override=True, html=(_visit_image, None))
         app.connect("doctree-read", self._read, priority=_BEFORE_SPHINX)
         app.connect("html-collect-pages", self._more_pages)
+        app.connect("html-page-context", self._share_menu, priority=_BEFORE_SPHINX)
         app.connect("html-page-context", self._written, priority=_AFTER_FURO)
         assert isinstance(app.builder, StandaloneHTMLBuilder)
         app.builder.highlighter.formatter = WrappingFormatter
@@ -93,7 +95,7 @@ class SitePages:
         if address in self._hints:
             reference["reftitle"] = self._hints[address]
 
-    @cached_property
+    @functools.cached_property
     def _hints(self) -> Mapping[str, str]:
         """Text that the pointer shows over a link to a term, by the link's address."""
         return {f"{GLOSSARY.stem}.html#{term.anchor}": term.sentence for term in self.terms}
@@ -116,6 +118,15 @@ class SitePages:
     def _more_pages(self, app: Sphinx) -> Iterator[tuple[str, Mapping[str, Any], str]]:
         for name, title, body in SourcePages(self.targets):
             yield name, {"title": title, "body": f'<div class="source">{body}</div>'}, "page.html"
+
+    def _share_menu(
+        self, app: Sphinx, name: str, template: str, context: dict[str, Any], *_: object
+    ) -> None:
+        """Make the menu of the pages of sources once for each depth of folders: it marks none of
+        them, and differs in the way to its pages alone. Sphinx takes 0.1 s for each."""
+        if PurePosixPath(name).parts[0] == FILES:
+            made = functools.cache(context["toctree"])
+            context["toctree"] = self._source_menus.setdefault(name.count("/"), made)
 
     def _written(
         self, app: Sphinx, name: str, template: str, context: dict[str, Any], *_: object
