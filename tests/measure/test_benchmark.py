@@ -1533,9 +1533,10 @@ def test_headers_are_written_and_are_then_up_to_date(repository: Path, capsys) -
     assert update_tables(repository, "--check") == 1
     assert "+// Measured in bursts (NVIDIA H100" in capsys.readouterr().out
     assert update_tables(repository) == 0
+    results = full_results()
     for step in ATTENTION_STEPS.values():
         header = (repository / step.source).read_text()
-        assert header_lines(full_results(), step) in header
+        assert header_lines(results, step, ()) in header
         assert header.startswith(f"// {step.id}\n") and header.endswith("\ncode\n")
     assert update_tables(repository, "--check") == 0
 
@@ -1624,7 +1625,7 @@ def test_a_file_without_markers_is_wrong_usage_and_nothing_is_written(
 def test_header_lines_tell_speed_and_cost_at_each_tile() -> None:
     cost = ResourceRecord(LARGE_TILE_7.short_form(), 168, 12, 49152, 3)
     results = replace(full_results(), resources=(cost,))
-    lines = header_lines(results, STEPS["v7"])
+    lines = header_lines(results, STEPS["v7"], ())
     assert all(line.startswith("// ") and len(line) <= 100 for line in lines.splitlines())
     text = lines.removeprefix("// ").replace("\n// ", " ")
     assert text == (
@@ -1637,7 +1638,7 @@ def test_header_lines_tell_speed_and_cost_at_each_tile() -> None:
 
 
 def test_header_lines_of_a_step_at_the_large_tile_alone_are_of_its_static_stride() -> None:
-    text = header_lines(full_results(), STEPS["o1"])
+    text = header_lines(full_results(), STEPS["o1"], ())
     assert text.count("B_r") == 1
     assert "444, 1.23" in text.replace("\n// ", " ")  # 432 if the stride is read
 
@@ -1966,5 +1967,5 @@ def test_tables_of_rows_are_in_their_unit_and_beside_their_library() -> None:
         assert "GB/s" in table and "TFLOP/s" not in table and "flash" not in table
         assert "tensor cores" not in table
     step = FAMILIES["softmax"].steps["s1"]
-    lines = header_lines(results, step).replace("\n// ", " ")
+    lines = header_lines(results, step, ()).replace("\n// ", " ")
     assert "GB/s at width 4096, and share of torch.softmax" in lines and ": 2,000, 2.00." in lines

@@ -171,9 +171,11 @@ def test_tables_mark_the_rows_whose_code_has_changed_and_say_so_below(today) -> 
     for text in (progression_table(results), loads_table(results), lengths, report_text(results)):
         assert text.count(CHANGED) == 1
     assert f"{V1.short_form()} {DAGGER}" in report_text(results)
-    assert "has changed since." in header_lines(results, STAIRS["v1"].step)
-    assert "has changed since" not in header_lines(results, STAIRS["v2"].step)
-    assert all(line.startswith("//") for line in header_lines(results, V1.step).splitlines())
+    first, second = (
+        header_lines(results, STAIRS[step].step, changed_names(results)) for step in ("v1", "v2")
+    )
+    assert "has changed since." in first and "has changed since" not in second
+    assert all(line.startswith("//") for line in first.splitlines())
 
 
 def test_what_attention_takes_is_marked_where_its_code_has_changed(today) -> None:

@@ -20,7 +20,7 @@ from flash_helpers.measure.benchmark_tables import (
     header_lines,
     replace_between_markers,
 )
-from flash_helpers.measure.code import changed_line
+from flash_helpers.measure.code import changed_line, changed_names
 from flash_helpers.measure.plots import (
     PLOTS,
     PlotError,
@@ -81,11 +81,12 @@ def updated_headers(
 ) -> dict[Path, tuple[str, str]]:
     """Each kernel's file as it is and as it should be. Raises OSError, or ValueError for missing
     markers."""
+    changed = {family: changed_names(results) for family, results in by_family.items()}
     texts = {}
     for step in STEPS.values():
         path = root / step.source
         old = path.read_text(encoding="utf-8")
-        lines = header_lines(by_family[step.family], step)
+        lines = header_lines(by_family[step.family], step, changed[step.family])
         new = replace_between_markers(old, lines, HEADER_BEGIN_MARKER, HEADER_END_MARKER)
         texts[path] = (old, new)
     return texts

@@ -378,9 +378,9 @@ def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Se
     )
 
 
-def header_lines(results: BenchmarkResults, step: Step) -> str:
+def header_lines(results: BenchmarkResults, step: Step, changed: Collection[str]) -> str:
     """Speed and cost of a step at its tiles, as comment lines for the step's kernel file; "" for a
-    step that was not measured."""
+    step that was not measured. changed: what `changed_names` returns for the results."""
     fixed = FAMILIES[step.family].fixed_config(step, Element.from_name(MAIN_DTYPE))
     found = results.provenance
     own = stair(fixed)
@@ -406,7 +406,7 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
                 f"{_size_text(record.smem_bytes)} of shared memory per block, "
                 f"{record.blocks_per_sm} block{'s' * (record.blocks_per_sm != 1)} per SM."
             )
-    if not changed_names(results).isdisjoint(config.short_form() for config in tiles):
+    if any(config.short_form() in changed for config in tiles):
         lines.append("The machine code has changed since.")
     wrapped = textwrap.wrap(" ".join(lines), COMMENT_WIDTH)
     return "\n".join(f"// {line}" for line in wrapped)

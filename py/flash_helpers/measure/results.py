@@ -522,12 +522,12 @@ class BenchmarkResults(RecordFile):
                 )
         return found
 
-    @property
+    @functools.cached_property
     def loads(self) -> list[str]:
         """Names of the loads of the measurements, in order of appearance."""
         return list(dict.fromkeys(m.load for m in self.measurements))
 
-    @property
+    @functools.cached_property
     def main_load(self) -> str:
         """The default load: bursts if they were measured.
 
@@ -541,12 +541,12 @@ class BenchmarkResults(RecordFile):
         """Kernels without a trustworthy time. A library that does not run here is not a failure."""
         return [m for m in self.measurements if m.failure and m.name not in LIBRARY_NAMES]
 
-    @property
+    @functools.cached_property
     def dtypes(self) -> list[str]:
         """Element types measured, in order of appearance."""
         return list(dict.fromkeys(m.dtype for m in self.measurements))
 
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """Sizes of the problems measured, ascending."""
         return sorted({m.size for m in self.measurements})

@@ -245,6 +245,11 @@ class Config:
 
         Raises ValueError for a text that is no short form, or whose config is impossible.
         """
+        return typing.cast("Own", cls._read(text))
+
+    @classmethod
+    @functools.cache  # a table of measurements names a config hundreds of times
+    def _read(cls, text: str) -> Config:
         match = cls._pattern().fullmatch(text)
         values: dict[str, Any] = {}
         for name, found in (match.groupdict() if match else {}).items():
