@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from sass_text import DEFAULT, PROGRESSION, of_version
+from sass_text import DEFAULT, of_version
 
-from flash_helpers.kernel_configs import Config, Element
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.machine_code import own_kernels
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import block_phases
@@ -20,19 +20,11 @@ STALL_BIT = 1 << 105
 
 
 @cache
-def _of_default(dtype: Element) -> dict[Config, Kernel]:
-    return own_kernels(DEFAULT, [config for config in PROGRESSION if config.dtype is dtype])
-
-
-@cache
 def library_kernel(
     version: int, dtype: Element = Element.BF16, architecture: str = DEFAULT
 ) -> Kernel:
-    """The kernel of a version at the config of the progression. Those in bf16 for DEFAULT are read
-    together, since most tests want several."""
+    """The kernel of a version at the config of the progression."""
     config = of_version(version, dtype)
-    if (dtype, architecture) == (Element.BF16, DEFAULT):
-        return _of_default(dtype)[config]
     return own_kernels(architecture, [config])[config]
 
 

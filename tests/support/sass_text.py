@@ -153,9 +153,11 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
 
 
 def _is_read_first(config: Config) -> bool:
-    """Whether the first tier reads it: what leads, and of another step the fixed config."""
-    fixed = config.family.fixed_config(config.step, usual_dtype(config.family))
-    return is_of_first_tier(config) or config == fixed
+    """Whether the first tier reads it: what leads, and the fixed config of another step whose
+    family's machine code is in the library."""
+    family = config.family
+    is_fixed = config == family.fixed_config(config.step, usual_dtype(family))
+    return is_of_first_tier(config) or (is_fixed and family.in_library)
 
 
 def parts_of(configs: Iterable[Config]) -> list[ParameterSet]:
