@@ -245,14 +245,25 @@ class Reader:
 
         ActionChains(self.driver).send_keys(*keys).perform()
 
+    def resize(self, metrics: dict[str, Any]) -> None:
+        """Give the window another size. A script that asks for a width has that of the new one;
+        what scripts draw anew is still to come."""
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
     def screen(self, metrics: dict[str, Any]) -> None:
         """Give the window another size; what is drawn anew for it has been when this returns."""
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.resize(metrics)
         # size observers are told between one frame's callbacks and the next one's
         self.driver.execute_async_script(
             "const done = arguments[0];"
             "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
+
+    def width(self, screen: int) -> int:
+        """The width of all there is to scroll to, on a screen that was asked for."""
+        found, width = self.js("return [innerWidth, document.documentElement.scrollWidth]")
+        assert found == screen or width > screen  # a phone shows a page that is too wide as a whole
+        return width
 
     def system_theme(self, theme: str) -> None:
         self.driver.execute_cdp_cmd(
@@ -341,17 +352,17 @@ def visits(browser: Any, built: BuiltSite) -> dict[str, Visit]:
         for path in sorted(built.folder.glob("*.html")):
             widths = {}
             for name, metrics in SCREENS.items():
-                reader.screen(metrics)
+                reader.resize(metrics)
                 if not widths:
                     reader.open(path.name)
-                widths[name] = reader.js("return document.documentElement.scrollWidth")
+                widths[name] = reader.width(metrics["width"])
             pictures = reader.js(
                 "return [...document.querySelectorAll('article img')].map(async (image) => {"
                 "image.loading = 'eager'; await image.decode().catch(() => {});"
                 "return image.naturalWidth; })"
                 ".reduce(async (all, one) => [...await all, await one], [])"
             )
-            reader.screen(LOW)
+            reader.resize(LOW)
             narrow, wide = reader.js(
                 """
                 for (const fold of document.querySelectorAll("article details")) fold.open = true;
