@@ -488,7 +488,7 @@ class TestGeneralSteps:
 
     def test_without_one_all_heads_are_taken_together_if_nobody_has_a_third_tile(self):
         offset = ARGUMENTS_OF_HOPPER.offset("head_group")
-        for batch, heads in ((1, 16), (4, 64), (5, 8)):
+        for batch, heads in ((1, 16), (4, 64), (5, 11)):
             problem = AttentionForward(batch, 16, 512, causal=True)
             (launch,) = (
                 general(WITH_COUNTER, causal=True).call(problem, problem.strides(), H100).launches
@@ -530,6 +530,15 @@ class TestGeneralSteps:
             for block in range(132)
         ]
         assert low < max(work) / (sum(work) / len(work)) < high
+
+    @pytest.mark.parametrize("length", [256, 300, 512])
+    def test_blocks_with_several_tiles_have_long_and_short_ones(self, length):
+        config = general(WITH_COUNTER, causal=True)
+        order = config.order(AttentionForward(16, 16, length, causal=True), H100)
+        assert not order.counts
+        tiles = order.tiles()
+        work = [sum(tiles[n][1] + 1 for n in order.known_tiles(block)) for block in range(132)]
+        assert max(work) < 1.1 * sum(work) / len(work)
 
     @pytest.mark.parametrize(("heads", "last"), [(1, 1), (16, 16), (18, 2), (32, 16)])
     def test_without_one_the_last_heads_are_those_that_are_left(self, heads, last):

@@ -13,6 +13,7 @@ from flash_helpers.operations.attention_forward.problem import AttentionForward
 
 COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
 _SHORT = 8  # tiles of a head
+_GROUPS = (4, 3, 2)  # of heads whose tiles running clusters take at a time, the fastest first
 _LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
 
 
@@ -88,15 +89,20 @@ class TileOrder:
         With a counter, a group has enough heads to give each running cluster one tile: the fewer K
         and V are in use, the less is fetched. Without a counter, all heads form one group if
         clusters have two tiles at most. Otherwise the measured fastest size is used: a quarter of
-        the former for short sequences, twice as many heads for long ones.
+        the former for short sequences, twice as many heads for long ones. A third or a half where
+        only that gives running clusters whole groups: tiles are handed out forwards and backwards
+        in turn, so the cluster with the longest tile of a group gets the shortest next.
         """
         if self.counts:
             return max(1, self.at_a_time // self.q_tiles)
         if self.dynamic and self._has_two_tiles:
             return self.heads
-        if self.q_tiles <= _SHORT:
-            return max(1, self.at_a_time // (4 * self.q_tiles))
-        return max(1, 2 * self.at_a_time // self.q_tiles)
+        if self.q_tiles > _SHORT:
+            return max(1, 2 * self.at_a_time // self.q_tiles)
+        for groups in _GROUPS if self.dynamic else ():
+            if self.at_a_time % (groups * self.q_tiles) == 0:
+                return self.at_a_time // (groups * self.q_tiles)
+        return max(1, self.at_a_time // (_GROUPS[0] * self.q_tiles))
 
     @property
     def last_heads(self) -> int:
