@@ -4,6 +4,7 @@
 // What changed
 //   1. A call may bring a sink for each head: one more logit of each of its rows. It is neither
 //      scaled nor masked, takes part in the row's sum and adds nothing to O.
+//   2. The state of a tile and softcap have moved to parts.cuh.
 //
 // Why: some models, such as GPT-OSS, learn how much of its weight a row may leave unused. A sink
 // costs each lane one load per tile and four exponentials, when O is divided by l. Sink and m may
@@ -105,23 +106,6 @@ struct Producer {
     }
 };
 
-// What a warp knows of a tile.
-struct TileState {
-    int n = -1; // index among the tiles of this block
-    int key_blocks = 0, unseen_blocks = 0; // seen (0: no tile), and skipped before them
-    int first_block = 0; // of keys that the rows of the cluster see
-    int query = 0; // the lane's row g
-    uint32_t Q_slot = 0;
-};
-
-template <bool kSoftcap, int kCount>
-__device__ __forceinline__ void limit(float (&S_rmem)[kCount], float scale) { // S = tanh(S · scale)
-#pragma unroll
-    for (int i = 0; kSoftcap && i < kCount; ++i) {
-        S_rmem[i] = tanh_approx(S_rmem[i] * scale);
-    }
-}
-
 // The sinks of a call, if it brought any.
 template <DType kDType>
 struct Sinks {
@@ -159,8 +143,8 @@ struct Consumer {
     const uint32_t K_0 = wgmma_descriptor(smem.K.tiles);
     const uint32_t V_0 = wgmma_descriptor(smem.V.tiles, piece_bytes(T::B_c));
     bool few_P = false; // P has only kFewKeys columns
-    TileState tile; // of S
-    TileState done; // of O: computed and not stored; n -1 if there is none
+    TileState<T> tile; // of S
+    TileState<T> done; // of O: computed and not stored; n -1 if there is none
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     uint32_t again = 0; // bit n % 32: this warp computes its rows of the n-th tile again
 
@@ -250,17 +234,6 @@ struct Consumer {
             smem.V.skip(lane);
         }
     }
-    __device__ __forceinline__ int end_of(int j) const { // the end of the keys of block j
-        return (tile.first_block + tile.key_blocks - j) * T::B_c;
-    }
-    // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
-    __device__ __forceinline__ int unseen(int j) const {
-        return end_of(j) - scheduler.keys(tile.query & -kWgmmaM);
-    }
-    // Whether the window of the warpgroup's last row begins behind the first key of block j.
-    __device__ __forceinline__ bool begins_behind(int j) const {
-        return first_visible_key<T::kEdges>(tile.query | (kWgmmaM - 1), args) > end_of(j + 1);
-    }
     __device__ __forceinline__ void next_block(int j, int steps) {
         // 4. S = Q @ K_j^T; O / l of the last tile; O += P @ V_{j-1}
         take_turn();
@@ -273,11 +246,12 @@ struct Consumer {
 
         // 5. l, P = 2^(S - m); in fp16 m, P, O = O · rescale if m must grow
         float rescale[2];
-        const bool raises = T::kMoves && j == 1 && __any_sync(0xffffffff, unseen(1) >= 0);
+        const bool raises =
+            T::kMoves && j == 1 && __any_sync(0xffffffff, tile.unseen(1, args) >= 0);
         bool grows = false;
         limit<T::cfg.softcap>(S_rmem, args.scale_in_cap);
-        if (raises || (T::cfg.window && begins_behind(j))) {
-            hide_keys<T::kEdges>(S_rmem, args, tile.query, end_of(j + 1));
+        if (raises || (T::cfg.window && tile.begins_behind(j, args))) {
+            hide_keys<T::kEdges>(S_rmem, args, tile.query, tile.end_of(j + 1));
         }
         if (raises) { // for rows that have seen no key yet
             softmax_again(S_rmem, args.scale, m, l, rescale);
@@ -306,8 +280,8 @@ struct Consumer {
         hold(S);
         smem.K.release(lane);
         limit<T::cfg.softcap>(S, args.scale_in_cap);
-        if (unseen(0) > 0 || (T::cfg.window && begins_behind(0))) {
-            hide_keys<T::kEdges>(S, args, tile.query, end_of(1));
+        if (tile.unseen(0, args) > 0 || (T::cfg.window && tile.begins_behind(0, args))) {
+            hide_keys<T::kEdges>(S, args, tile.query, tile.end_of(1));
         }
         softmax_first(S, args.scale, m, l);
         if (last_j >= 0) {
@@ -318,7 +292,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void begin(int last_j) {
         const int seen = scheduler.keys(tile.query | (kWgmmaM - 1)); // by the last row
-        if (T::kFew && __all_sync(0xffffffff, seen - end_of(1) <= kFewKeys)) { // of block 0
+        if (T::kFew && __all_sync(0xffffffff, seen - tile.end_of(1) <= kFewKeys)) { // of block 0
             float S_few[kFewKeys / 2];
             begin_with(S_few, last_j);
         } else {

@@ -1,6 +1,7 @@
 #pragma once
-// Parts of the family's kernels that no step is about: slots of tiles in shared memory, which are
-// filled for all thread blocks of a cluster and emptied by their warps; P as an operand.
+// Parts of the family's kernels that no step is about, or a step before: slots of tiles in shared
+// memory, which are filled for all thread blocks of a cluster and emptied by their warps; P as an
+// operand; softcap.
 
 #include <cuda.h>
 
@@ -214,6 +215,36 @@ __device__ __forceinline__ void store_columns(const GeneralKernelArgs &args, Til
                          : "memory");
         }
         tma_store_commit();
+    }
+}
+
+// What a warp knows of a tile. T: the sizes of a step's tiles.
+template <typename T>
+struct TileState {
+    int n = -1; // index among the tiles of this block
+    int key_blocks = 0, unseen_blocks = 0; // seen (0: no tile), and skipped before them
+    int first_block = 0; // of keys that the rows of the cluster see
+    int query = 0; // the lane's row g
+    uint32_t Q_slot = 0;
+
+    __device__ __forceinline__ int end_of(int j) const { // the end of the keys of block j
+        return (first_block + key_blocks - j) * T::B_c;
+    }
+    // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
+    __device__ __forceinline__ int unseen(int j, const GeneralKernelArgs &args) const {
+        return end_of(j) - visible_keys<T::kEdges>(query & -kWgmmaM, args);
+    }
+    // Whether the window of the warpgroup's last row begins behind the first key of block j.
+    __device__ __forceinline__ bool begins_behind(int j, const GeneralKernelArgs &args) const {
+        return first_visible_key<T::kEdges>(query | (kWgmmaM - 1), args) > end_of(j + 1);
+    }
+};
+
+template <bool kSoftcap, int kCount>
+__device__ __forceinline__ void limit(float (&S_rmem)[kCount], float scale) { // S = tanh(S · scale)
+#pragma unroll
+    for (int i = 0; kSoftcap && i < kCount; ++i) {
+        S_rmem[i] = tanh_approx(S_rmem[i] * scale);
     }
 }
 
