@@ -38,6 +38,7 @@ struct FlashLaunch {
     unsigned int grid[3], cluster[3]; // blocks in x, y, z
     unsigned int n_threads; // per block
     unsigned int shared_bytes; // dynamic, per block
+    unsigned int programmatic; // 1: may begin before the launch before it has ended
 };
 
 constexpr int kMaxRank = 8;
@@ -355,17 +356,25 @@ FLASH_EXPORT int flash_launch(const FlashLaunch *launch) {
     if (int error = prepare(*kernel, function, launch->shared_bytes, launch->device)) {
         return error;
     }
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {launch->cluster[0], launch->cluster[1], launch->cluster[2]};
-    const bool has_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2] > 1;
+    cudaLaunchAttribute attributes[2];
+    int n_attributes = 0;
+    if (launch->cluster[0] * launch->cluster[1] * launch->cluster[2] > 1) {
+        cudaLaunchAttribute &cluster = attributes[n_attributes++];
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {launch->cluster[0], launch->cluster[1], launch->cluster[2]};
+    }
+    if (launch->programmatic) {
+        cudaLaunchAttribute &programmatic = attributes[n_attributes++];
+        programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        programmatic.val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(launch->grid[0], launch->grid[1], launch->grid[2]);
     config.blockDim = dim3(launch->n_threads);
     config.dynamicSmemBytes = launch->shared_bytes;
     config.stream = static_cast<cudaStream_t>(launch->stream);
-    config.attrs = &cluster;
-    config.numAttrs = has_cluster ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = n_attributes;
     void *parameters[] = {const_cast<FlashLaunch *>(launch + 1)};
     return check(cudaLaunchKernelExC(&config, function, parameters), "cudaLaunchKernelExC");
 }

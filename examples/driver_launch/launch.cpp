@@ -51,9 +51,8 @@ int main(int count, char **arguments) {
     DRIVER(cuFuncSetAttribute, function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
            OF(KERNEL, SHARED_BYTES));
 
-    const int length = count > 2 ? atoi(arguments[2]) : 128;
-    const int heads = count > 3 ? atoi(arguments[3]) : 2, size = OF(KERNEL, d_head);
-    const int row = heads * size;
+    const int length = count > 2 ? atoi(arguments[2]) : 128, size = OF(KERNEL, d_head);
+    const int heads = count > 3 ? atoi(arguments[3]) : 2, row = heads * size;
     const Shape shape = {heads, length, size, strstr(TEXT(KERNEL), "_causal") != nullptr};
     std::vector<uint16_t> host[4]; // q, k, v, o
     CUdeviceptr memory[4];
@@ -62,7 +61,6 @@ int main(int count, char **arguments) {
         DRIVER(cuMemAlloc, &memory[t], 2 * host[t].size());
         DRIVER(cuMemcpyHtoD, memory[t], host[t].data(), 2 * host[t].size());
     }
-
     OF(KERNEL, call) call = {};
     call.batch = 1, call.heads = heads, call.len_q = length;
     call.q = memory[0], call.k = memory[1], call.v = memory[2], call.o = memory[3];
@@ -87,10 +85,12 @@ int main(int count, char **arguments) {
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     }
     const auto [x, y, z] = launch.grid;
-    CUlaunchAttribute cluster = {CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, {}, {}};
-    cluster.value.clusterDim = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
-    const CUlaunchConfig config = {
-        x, y, z, launch.block, 1, 1, launch.shared_bytes, nullptr, &cluster, launch.cluster[0] > 1};
+    CUlaunchAttribute found[] = {{CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, {}, {}},
+                                 {CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, {}, {}}};
+    found[0].value.clusterDim = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
+    found[1].value.programmaticStreamSerializationAllowed = 1;
+    const unsigned n = launch.programmatic ? 2 : launch.cluster[0] > 1;
+    const CUlaunchConfig config = {x, y, z, launch.block, 1, 1, launch.shared_bytes, 0, found, n};
     void *parameters[] = {&launch.arguments};
     DRIVER(cuLaunchKernelEx, &config, function, parameters, nullptr);
     DRIVER(cuMemcpyDtoH, host[3].data(), memory[3], 2 * host[3].size());

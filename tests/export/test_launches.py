@@ -122,6 +122,7 @@ def by_json(kernel: dict[str, Any], values: Values) -> Planned | None:
         tuple(evaluate(x, values) for x in kernel["launch"]["cluster"]),
         kernel["launch"]["block"],
         kernel["launch"]["shared_bytes"],
+        kernel["launch"]["programmatic"],
         bytes(arguments),
         tuple(
             (
@@ -146,6 +147,7 @@ int shim{number}(const void *call, unsigned char *arguments, uint64_t *numbers, 
     for (int i = 0; i < 3; ++i) *numbers++ = launch.cluster[i];
     *numbers++ = launch.block;
     *numbers++ = launch.shared_bytes;
+    *numbers++ = (uint64_t)launch.programmatic;
     for (int i = 0; i < launch.n_tensor_maps; ++i) {{
         const struct flash_tensor_map *map = &launch.tensor_maps[i];
         *numbers++ = map->member;
@@ -209,7 +211,7 @@ def by_c(launch: LaunchFormula, shim: Any) -> Callable[[Values], Planned | None]
         def take(count: int) -> tuple[int, ...]:
             return tuple(next(found) for _ in range(count))
 
-        launched = (take(3), take(3), *take(2))
+        launched = (take(3), take(3), *take(3))
         maps = [(*take(5), take(5), take(5), take(5)) for _ in launch.tensor_maps]
         buffers = tuple(size for size in take(len(launch.buffers)) if size)
         return Planned(*launched, arguments.raw, tuple(maps), buffers)

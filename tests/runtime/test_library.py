@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -229,7 +230,7 @@ class TestCInterface:
 
     @pytest.mark.parametrize("number", [-1, len(BUILT), 2**31 - 1])
     def test_launch_refuses_a_number_without_kernel(self, c_library, number):
-        call = library._Launch(None, number, 0, (1, 1, 1), (1, 1, 1), 128, 0)
+        call = library._Launch(None, number, 0, (1, 1, 1), (1, 1, 1), 128, 0, 0)
         assert c_library.flash_launch(bytes(call) + bytes(136)) != 0
         assert f"no kernel has number {number}: there are {len(BUILT)}".encode() in (
             c_library.flash_last_error()
@@ -281,12 +282,16 @@ class TestCInterface:
             assert (*call.grid,) == launch.grid
             assert (*call.cluster,) == launch.cluster
             assert (call.n_threads, call.shared_bytes) == (launch.block, launch.shared_bytes)
+            assert call.programmatic == launch.programmatic
             assert data[size:] == launch.bind(addresses, library.encode_tensor_map)
 
-    def test_a_launch_may_have_tensor_maps_and_a_buffer(self, c_library, monkeypatch):
+    def test_a_launch_may_have_tensor_maps_and_a_buffer_and_be_programmatic(
+        self, c_library, monkeypatch
+    ):
         config = OtherConfig(3, Element.BF16, TILE, lazy=True)
         problem = AttentionForward(1, 1, 2 * TILE)
-        (launch,) = config.call(problem, problem.strides(), H100).launches
+        (own,) = config.call(problem, problem.strides(), H100).launches
+        launch = replace(own, programmatic=True)
         sent = []
         monkeypatch.setattr(library, "encode_tensor_map", lambda *_: b"\x77" * 128)
         monkeypatch.setattr(c_library, "flash_launch", lambda data: sent.append(data))
@@ -295,7 +300,8 @@ class TestCInterface:
         launcher.run({**addresses, library.STREAM: 8})
         (data,) = sent
         size = ctypes.sizeof(library._Launch)
-        assert (*library._Launch.from_buffer_copy(data[:size]).cluster,) == (2, 1, 1)
+        header = library._Launch.from_buffer_copy(data[:size])
+        assert ((*header.cluster,), header.programmatic) == ((2, 1, 1), 1)
         assert data[size:] == launch.bind(addresses, library.encode_tensor_map)
 
     def test_resources_without_their_device_are_an_error_and_no_crash(self):

@@ -29,6 +29,7 @@ class Planned:
     cluster: tuple[int, ...]
     block: int
     shared_bytes: int
+    programmatic: int
     arguments: bytes
     maps: tuple[tuple[Any, ...], ...]
     buffers: tuple[int, ...]
@@ -116,6 +117,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
         launch.cluster,
         launch.block,
         launch.shared_bytes,
+        launch.programmatic,
         launch.bind(addresses, encode),
         tuple(maps),
         tuple(buffer.bytes for buffer in call.buffers),

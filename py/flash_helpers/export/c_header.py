@@ -161,6 +161,7 @@ struct {self.name}_launch {{
     unsigned cluster[3]; // blocks
     unsigned block;      // threads
     unsigned shared_bytes;
+    int programmatic;    // 1: may have CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 {buffers}    int n_tensor_maps;
     struct flash_tensor_map tensor_maps[{max(count, 1)}];
 }};
@@ -220,6 +221,7 @@ static inline int {name}_plan(const struct {name}_call *call,
                 yield f"{name}[{i}] = (unsigned){text(formula)}"
         yield f"block = {launch.block}"
         yield f"shared_bytes = {launch.shared_bytes}"
+        yield f"programmatic = {int(launch.programmatic)}"
         for buffer in launch.buffers:
             yield f"{buffer.name}_bytes = (uint64_t){text(buffer.bytes)}"
         for member in launch.layout.members:

@@ -18,6 +18,9 @@ Keys:
 - refused: calls that the kernel does not take. The conditions hold together; the reason has {0},
   {1} … for `values`. Each entry supposes that those before it do not apply.
 - launch: grid and cluster in blocks (x, y, z: formulas), block in threads, shared_bytes (dynamic).
+  programmatic: 1 if the launch may have the attribute
+  CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, since the kernel itself waits for the
+  launch before it; without it nothing overlaps. Else 0.
 - arguments: name, bytes and alignment of the kernel's one parameter. members: name, type, offset,
   bytes, and values, a formula for each number; none for a tensor map.
 - tensor_maps: what cuTensorMapEncodeTiled takes for a member of the arguments. data_type and
@@ -79,6 +82,7 @@ def description(launch: LaunchFormula, facts: Mapping[str, Any]) -> dict[str, An
             "cluster": [*map(in_json, launch.cluster)],
             "block": launch.block,
             "shared_bytes": launch.shared_bytes,
+            "programmatic": int(launch.programmatic),
         },
         "arguments": {
             "name": launch.layout.name,

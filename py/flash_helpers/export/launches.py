@@ -80,7 +80,8 @@ class LaunchFormula:
     """A kernel's launch for every problem that the config takes.
 
     `inputs`: what the formulas depend on. `named`: formulas in the texts of `checks`, by number.
-    `block`: threads. `members`: values of the arguments' members, but for tensor maps.
+    `block`: threads. `programmatic`: as in `Launch`. `members`: values of the arguments' members,
+    but for tensor maps.
     """
 
     config: Config
@@ -92,6 +93,7 @@ class LaunchFormula:
     cluster: tuple[Formula, ...]
     block: int
     shared_bytes: int
+    programmatic: bool
     layout: StructLayout
     members: Mapping[str, tuple[Formula, ...]]
     tensor_maps: tuple[MapFormula, ...]
@@ -256,6 +258,7 @@ class _Tracer:
         found = [*leaves(self.tree)]
         (block,) = {launch.block for _, launch in found}
         (shared_bytes,) = {launch.shared_bytes for _, launch in found}
+        (programmatic,) = {launch.programmatic for _, launch in found}
         layout = self.config.family.kernels[self.function]
         buffers = {buffer.name: buffer for call, _ in found for buffer in call.buffers}
         for name in buffers:
@@ -271,6 +274,7 @@ class _Tracer:
             self._values(lambda found: found[1].cluster),
             block,
             shared_bytes,
+            programmatic,
             layout,
             {m.name: self._member(m) for m in layout.members if m.offset not in maps},
             tuple(self._map(m, maps[m.offset]) for m in layout.members if m.offset in maps),

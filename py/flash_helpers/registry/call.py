@@ -218,7 +218,9 @@ class Launch:
     `kernel`: the kernel's name, as the library registers it. `grid`, `cluster`: blocks in x, y, z;
     a cluster divides the grid. `block`: threads. `shared_bytes`: dynamic shared memory per block.
     `layout`, `values`: the kernel's one parameter and its members, but for addresses and tensor
-    maps. `tensor_maps`: tensor maps by their offset in the arguments.
+    maps. `tensor_maps`: tensor maps by their offset in the arguments. `programmatic`: blocks may
+    begin before the launch before it on the stream has ended, since the kernel waits for that
+    itself.
     """
 
     kernel: str
@@ -230,6 +232,7 @@ class Launch:
     addresses: tuple[Address, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
     tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
+    programmatic: bool = False
 
     @cached_property
     def arguments(self) -> bytes:

@@ -275,6 +275,7 @@ def _details(call: LoggedCall) -> Iterator[str]:
         yield (
             f"launch of {launch.kernel}: grid {launch.grid}, {launch.block} threads per block"
             f"{cluster}, {launch.shared_bytes} bytes of dynamic shared memory per block"
+            f"{', programmatic' if launch.programmatic else ''}"
         )
 
 

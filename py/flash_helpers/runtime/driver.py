@@ -18,6 +18,7 @@ CUDA_SUCCESS = 0
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
+CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 _DTYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
 _SWIZZLES = ("none", "32B", "64B", "128B")
@@ -30,8 +31,8 @@ LIBRARY = "libcuda.so.1"
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: its value is a union of 64 bytes, of which a cluster's three sizes are the
-    first."""
+    """CUlaunchAttribute: its value is a union of 64 bytes, of which a cluster's three sizes, or one
+    number, are the first."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -132,7 +133,15 @@ class LoadedKernel:
     def launch(self, found: Launch, arguments: bytes, stream: int) -> None:
         """Launch on a stream handle, without waiting. `arguments`: the bytes that `Launch.bind`
         returns."""
-        self.start(found.grid, found.block, [arguments], stream, found.shared_bytes, found.cluster)
+        self.start(
+            found.grid,
+            found.block,
+            [arguments],
+            stream,
+            found.shared_bytes,
+            found.cluster,
+            programmatic=found.programmatic,
+        )
 
     def start(
         self,
@@ -142,17 +151,25 @@ class LoadedKernel:
         stream: int = 0,
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
+        *,
+        programmatic: bool = False,
     ) -> None:
         """Launch on a stream handle, 0 for the default stream, without waiting. `arguments`: the
         kernel's parameters. The rest as in `Launch`."""
         memory = [ctypes.create_string_buffer(a, len(a)) for a in arguments]
         parameters = (ctypes.c_void_p * len(memory))(*map(ctypes.addressof, memory))
-        dimensions = _Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=cluster)
+        found = []
+        if math.prod(cluster) > 1:
+            found.append(_Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=cluster))
+        if programmatic:
+            number = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            found.append(_Attribute(number, value=(1,)))
+        attributes = (_Attribute * len(found))(*found)
         config = _LaunchConfig(
             (*grid, block, 1, 1),
             shared_bytes,
             stream,
-            ctypes.pointer(dimensions),
-            int(math.prod(cluster) > 1),
+            ctypes.cast(attributes, ctypes.POINTER(_Attribute)),
+            len(found),
         )
         _call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)

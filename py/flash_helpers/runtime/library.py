@@ -54,6 +54,7 @@ class _Launch(ctypes.Structure):
         ("cluster", _UINT * 3),
         ("n_threads", _UINT),
         ("shared_bytes", _UINT),
+        ("programmatic", _UINT),
     )
 
 
@@ -447,6 +448,7 @@ class Launcher:
             found.cluster,
             found.block,
             found.shared_bytes,
+            found.programmatic,
         )
         self._found = found
         self._number = number
