@@ -120,6 +120,7 @@ def test_a_refused_tensor_map_names_the_rule(run) -> None:
     [
         ("graph", "the stub of libcudart has no cudaGraphCreate"),
         ("race", r"launch 1 of the program, races.*\nshared-memory race: .*refused.cu:\d+"),
+        ("early", r"launch 2 of the program, fills.*\nglobal memory touched before griddepcontrol"),
         ("grid", "meets synchronises its grid: launch it with cudaLaunchCooperativeKernel"),
         ("out_of_bounds", "past the end of the 256-byte allocation"),
         ("read_by_the_program", "reads or writes device memory at 0x.*: copy it with cudaMemcpy"),

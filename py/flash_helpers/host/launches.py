@@ -21,10 +21,10 @@ from flash_helpers.ptx.run.memory.regions import DeviceMemory
 
 Three = tuple[int, int, int]
 
-_COOPERATIVE, _CLUSTER = 2, 4
-_HINTS = {0, 1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16}
+_COOPERATIVE, _CLUSTER, _PROGRAMMATIC = 2, 4, 6
+_HINTS = {0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 14, 16}
 """Launch attributes without effect where launches run one after the other, as cudaLaunchAttributeID
-numbers them: cache policies, priorities, programmatic launches, events, preferences."""
+numbers them: cache policies, priorities, events, preferences."""
 _ATTRIBUTE_NUMBERS = 3
 """Numbers that stand for an attribute: its id, and 16 bytes of its value."""
 
@@ -67,6 +67,8 @@ class LaunchCalls:
         self._modules = modules
         self._options = options
         self.finished: list[FinishedLaunch] = []
+        self.follows_launch = False
+        """Whether the last operation was a launch, which may overlap with a programmatic one."""
 
     def launch(self, handle: int, *numbers_and_bytes: int | bytes) -> None:
         """Runs a kernel. Numbers: grid, block, bytes of dynamic shared memory, launch attributes.
@@ -75,7 +77,7 @@ class LaunchCalls:
         assert isinstance(content, bytes)
         grid, block = _three(numbers[:3]), _three(numbers[3:6])
         dynamic = int(numbers[6])
-        cluster, cooperative = _attributes([int(n) for n in numbers[7:]])
+        cluster, cooperative, programmatic = _attributes([int(n) for n in numbers[7:]])
         loaded = self._modules.loaded(handle)
         options, kernel = self._options, loaded.kernel
         name = short_name(kernel.name)
@@ -94,6 +96,7 @@ class LaunchCalls:
                     self._memory,
                     variables=loaded.image.variables,
                     cluster=cluster,
+                    programmatic=programmatic and self.follows_launch,
                     target=self._target(loaded),
                     progress=progress,
                     output=options.output,
@@ -111,6 +114,7 @@ class LaunchCalls:
             ) from error
         finally:
             options.output.flush()
+        self.follows_launch = True
         self.finished.append(
             FinishedLaunch(
                 name,
@@ -171,18 +175,20 @@ def _three(numbers: Sequence[int | bytes]) -> Three:
     return x, y, z
 
 
-def _attributes(numbers: list[int]) -> tuple[Three | None, bool]:
-    """Cluster, and whether the launch is cooperative."""
-    cluster, cooperative = None, False
+def _attributes(numbers: list[int]) -> tuple[Three | None, bool, bool]:
+    """Cluster, and whether the launch is cooperative, and programmatic."""
+    cluster, cooperative, programmatic = None, False, False
     for i in range(0, len(numbers), _ATTRIBUTE_NUMBERS):
         number, first, second = numbers[i : i + _ATTRIBUTE_NUMBERS]
         if number == _CLUSTER:
             cluster = (first & 0xFFFF_FFFF, first >> 32, second & 0xFFFF_FFFF)
         elif number == _COOPERATIVE:
             cooperative = bool(first & 0xFFFF_FFFF)
+        elif number == _PROGRAMMATIC:
+            programmatic = bool(first & 0xFFFF_FFFF)
         elif number not in _HINTS:
             raise CudaError(INVALID_VALUE, f"launch attribute {number} is not simulated")
-    return cluster, cooperative
+    return cluster, cooperative, programmatic
 
 
 def _split(content: bytes, sizes: list[int]) -> list[bytes]:

@@ -17,6 +17,8 @@ from flash_helpers.host.modules import ModuleCalls
 from flash_helpers.host.wire import Connection, Request
 
 _VERSION = re.compile(r"_v\d+$")
+_BETWEEN_LAUNCHES = {"copy", "fill", "free"}
+"""Operations that wait for the launches before them, and that those behind them wait for."""
 
 
 class Session:
@@ -64,6 +66,8 @@ class Session:
     def _result(self, request: Request) -> list[int] | bytes | None:
         """The result of a request's handler, which takes the numbers, and the bytes if there are
         any or if it always has some."""
+        if request.name in _BETWEEN_LAUNCHES:
+            self.launches.follows_launch = False
         takes_bytes = request.content or request.name == "launch"
         return self._handlers[request.name](
             *request.numbers, *([request.content] if takes_bytes else [])

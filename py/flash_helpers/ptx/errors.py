@@ -197,6 +197,14 @@ class ProxyError(SimulatorError, title="missing proxy fence"):
     """
 
 
+class LaunchOrderError(SimulatorError, title="global memory touched before griddepcontrol.wait"):
+    """A thread of a programmatic launch touches global memory, and neither it nor a thread that it
+    has synchronised with has waited for the launch before.
+
+    Source: PTX ISA 9.0, "griddepcontrol": .wait lets the thread wait until all prerequisite grids
+    have completed and their memory operations are visible."""
+
+
 class AbsentBlockError(SimulatorError, title="block not there"):
     """A thread touches shared memory of another block of its cluster that may not have begun yet,
     or may have ended.

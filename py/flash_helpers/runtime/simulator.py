@@ -108,6 +108,7 @@ def run_kernel(
             shared_bytes=launch.shared_bytes,
             args=[launch.bind(addresses, _encode_tensor_map)],
             memory=memory,
+            programmatic=launch.programmatic,
             keep_going=keep_going,
             strict_barriers=True,
             lints=True,

@@ -144,7 +144,7 @@ void launches_with_attributes() {
     config.numAttrs = 2;
     int clusters = 0;
     RIGHT(cudaOccupancyMaxActiveClusters(&clusters, ranks, &config) == 0 && clusters > 0);
-    RIGHT(cudaLaunchKernelEx(&config, ranks, out_gmem) == 0);
+    RIGHT(cudaLaunchKernelEx(&config, ranks, out_gmem) == 0); // which the copy is before
     RIGHT(cudaMemcpy(out, out_gmem, sizeof out, cudaMemcpyDeviceToHost) == 0);
     RIGHT(out[3] == 3 && out[4] == 0);
     RIGHT(cudaMemset(out_gmem, 0, 4) == 0);

@@ -57,6 +57,18 @@ int main(int count, char **arguments) {
         config.numAttrs = 1;
         cudaLaunchKernelEx(&config, fills, x);
     }
+    if (is("early")) { // the second launch may begin before the first has ended
+        cudaLaunchAttribute attribute;
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = 1;
+        config.blockDim = 64;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        cudaLaunchKernelEx(&config, fills, x);
+        cudaLaunchKernelEx(&config, fills, x);
+    }
     if (is("tensor_map")) {
         CUtensorMap map;
         const cuuint64_t dims[] = {8, 8}, strides[] = {36};

@@ -21,7 +21,7 @@ CARRY = ""
 """The carry flag's name among registers."""
 CONTROL = BARRIERS | EXITS | {"trap", "brkpt", "bra", "brx", "call"}
 WITHOUT_EFFECT = frozenset(
-    {"nanosleep", "prefetch", "prefetchu", "pmevent", "discard", "applypriority", "griddepcontrol"}
+    {"nanosleep", "prefetch", "prefetchu", "pmevent", "discard", "applypriority"}
 )
 """The simulator has no caches and no clock, so hints change nothing."""
 

@@ -176,6 +176,7 @@ class Kernel:
         *,
         variables: dict[str, int] | None = None,
         cluster: Sequence[int] | int | None = None,
+        programmatic: bool = False,
         keep_going: bool = False,
         strict_barriers: bool = False,
         strict_wgmma: bool = False,
@@ -200,6 +201,8 @@ class Kernel:
         blocks per cluster in x, y and z, which divide those of the grid. None takes the clusters
         that the kernel is compiled for (`__cluster_dims__`), if any. Clusters of more than 8 blocks
         are run too, though a GPU needs cudaFuncAttributeNonPortableClusterSizeAllowed for them.
+        `programmatic`: the launch has cudaLaunchAttributeProgrammaticStreamSerialization, so global
+        memory must not be touched before griddepcontrol.wait.
         `registers`: registers per thread when the kernel begins, as ptxas reports them, for
         setmaxnreg; None takes the number from its directives (`register_pool.entry_registers`).
         `target`: compute capability whose limits the launch must keep, such as sm_90a; None takes
@@ -240,6 +243,7 @@ class Kernel:
         launch = replace(
             launch,
             output=output,
+            programmatic=programmatic,
             seed=seed,
             strict_wgmma=strict_wgmma,
             lints=lints,

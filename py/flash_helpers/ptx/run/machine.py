@@ -51,6 +51,7 @@ from flash_helpers.ptx.run.memory.regions import (
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
 from flash_helpers.ptx.run.watch.changed_maps import ChangedMaps
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.launch_before import LaunchBefore
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.poison import Memory, Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
@@ -133,7 +134,8 @@ class Launch:
     None if the kernel does not ask for it. `workspace`: address of the memory through which a grid
     synchronises; 0 if it does not. `seed`: seed of the order in which asynchronous work is done;
     None does it as late as possible. `strict_wgmma`: each warp retires the products of `wgmma`
-    alone. `registers`: registers per thread when the kernel begins; None if not known. `lints`:
+    alone. `programmatic`: the launch before may still run. `registers`: registers per thread when
+    the kernel begins; None if not known. `lints`:
     whether suspicious operations are collected. `output`: stream of printf; None for standard
     output. `unset`: registers that the kernel may read before it writes them.
     """
@@ -152,6 +154,7 @@ class Launch:
     cluster: tuple[int, int, int] | None = None
     windows: Mapping[str, int] = field(default_factory=dict)
     output: TextIO | None = None
+    programmatic: bool = False
     scratch: int | None = None
     workspace: int = 0
     seed: int | None = None
@@ -226,6 +229,9 @@ class Machine:
         self.cluster_barrier = ClusterBarrier(
             geometry, self.shared.order, self.shared.presence, log
         )
+        self.launch_before = None
+        if launch.programmatic:
+            self.launch_before = LaunchBefore(geometry, self.shared.order, log)
         self.copies = AsyncCopies(self.shared)
         self.local = LocalMemory(self.lanes, launch.local_bytes)
         parameters = launch.parameters

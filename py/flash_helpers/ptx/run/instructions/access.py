@@ -220,6 +220,9 @@ class Port:
             if addresses[own].size:
                 machine.tally.shared_access(position, addresses[own], size, machine.counted(mine))
         elif rows.size and space == "global":
+            if machine.launch_before is not None:
+                lanes_here, kind = machine.lanes_of(lanes), "read" if action == "copy" else action
+                machine.launch_before.check(kind, position, lanes_here, addresses)
             if machine.copies.pending and action not in ("read", "copy"):
                 self._check_sources(action, addresses, lanes)
             if machine.transfers.is_busy:

@@ -274,6 +274,8 @@ class _Copy:
                     return shared.words(CHUNK)[source]
                 return piece.read(machine.memory.words(1), ARENA_BASE)
 
+            if piece is not None:
+                self._check_launch_order("read", alike, piece)
             if alike.size > 1:
                 self._report_alike(alike, place)
             destinations = self._destinations(lanes, mask, place)
@@ -323,6 +325,7 @@ class _Copy:
                 count = size(lanes)
                 chunks = self._chunks(place, count)
                 target = self._span(int(to(lanes)[0]), count)
+            self._check_launch_order("write", alike, target)
             reduction = None if operation is None else _reduction(operation, element)
             transfers.store(self.position, alike, chunks, target, dtype_of(element), reduction)
             self._lint_alike(alike)
@@ -465,6 +468,11 @@ class _Copy:
             )
 
     # -- global memory -----------------------------------------------------------------------------
+
+    def _check_launch_order(self, action: str, alike: np.ndarray, piece: Box | Span) -> None:
+        before = self.machine.launch_before
+        if before is not None and not piece.is_outside:
+            before.check(action, self.position, alike, np.broadcast_to(piece.address, alike.shape))
 
     def _span(self, address: int, size: int) -> Span:
         self._check_aligned(address, CHUNK, "global memory")

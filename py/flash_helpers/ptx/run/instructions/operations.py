@@ -96,6 +96,14 @@ def _warp_barrier(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
+def _launch_order(machine: Machine, instruction: Instruction) -> Action:
+    """griddepcontrol. Launches run one after the other: only the watcher's knowledge changes."""
+    before = machine.launch_before
+    if machine.one_of(("wait", "launch_dependents")) != "wait" or before is None:
+        return _no_effect(machine, instruction)
+    return machine.from_some(lambda selection: before.wait(machine.lanes_of(selection)))
+
+
 def _trap(machine: Machine, instruction: Instruction) -> Action:
     position = machine.position
 
@@ -119,7 +127,7 @@ _FENCES_ALIKE = (
     f"{SCOPES} gl sc acq_rel alias shared shared::cluster "
     "sync_restrict::shared::cta sync_restrict::shared::cluster"
 )
-_HINTS = f"{SPACES} L1 L2 tensormap mask wait launch_dependents {CACHE_HINTS}"
+_HINTS = f"{SPACES} L1 L2 tensormap mask {CACHE_HINTS}"
 
 FORMS: Forms = by_name(
     (
@@ -143,6 +151,7 @@ FORMS: Forms = by_name(
         # Of one warp only: the scheduler runs the barriers of a block.
         Form("bar barrier", _warp_barrier, (1,), (), "warp", "sync"),
         Form("membar fence", _fence, (), (), _FENCES, _FENCES_ALIKE),
+        Form("griddepcontrol", _launch_order, (0,), (), "wait launch_dependents"),
         Form("nanosleep", _no_effect, (1,), ("u32",)),
         Form(" ".join(sorted(WITHOUT_EFFECT)), _no_effect, (), ignores=_HINTS),
     )
