@@ -20,7 +20,7 @@ from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.results import RESULTS
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
 
 pytestmark = pytest.mark.slow
 
@@ -37,13 +37,21 @@ def pages_of(*names: str) -> list[Page]:
     return [page for page in PAGES if page.name in names]
 
 
+@pytest.fixture(scope="module")
+def few_results(root: Path) -> BenchmarkResults:
+    """The measurements of two steps and the libraries."""
+    return load_results(root / RESULTS).of_steps(("v1", "v2"))
+
+
 @pytest.fixture
-def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(
+    root: Path, few_results: BenchmarkResults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A repository with a README and two listed pages; its views of machine code are empty."""
     require_builder()
     folder = tmp_path / "repository"
     (folder / RESULTS).parent.mkdir(parents=True)
-    shutil.copyfile(root / RESULTS, folder / RESULTS)
+    few_results.save(folder / RESULTS)
     for name in ("assets", "images"):
         shutil.copytree(root / "docs" / name, folder / "docs" / name)
     (folder / "src").mkdir()
