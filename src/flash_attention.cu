@@ -66,9 +66,11 @@ struct FlashTensorMap {
 };
 
 // A tensor map of the tensor with this number. member: its place, in bytes from the FlashLaunch.
+// offset: bytes from the tensor's first element to that at coordinates 0, which may lie before it.
 struct FlashBoundMap {
     uint64_t member;
     uint64_t tensor;
+    int64_t offset;
     FlashTensorMap map;
 };
 
@@ -384,7 +386,7 @@ FLASH_EXPORT int flash_knows_exchange(const DLPackExchangeAPI *exchange) {
     return exchange->version.major == 1 && exchange->dltensor_from_py_object_no_sync != nullptr;
 }
 
-// Writes the 128 bytes of a CUtensorMap for a tensor at `address` to `encoded`.
+// Writes the 128 bytes of a CUtensorMap whose coordinates 0 are at `address` to `encoded`.
 FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *address, void *encoded) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
     static void *const entry = [] {
@@ -458,8 +460,8 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
     for (uint64_t i = 0; i < ready->n_maps; ++i) {
         const FlashBoundMap &bound = ready->maps()[i];
         CUtensorMap encoded; // aligned, as the driver wants it
-        if (flash_encode_tensor_map(&bound.map, reinterpret_cast<void *>(begin[bound.tensor]),
-                                    &encoded)) {
+        void *first = reinterpret_cast<void *>(begin[bound.tensor] + bound.offset);
+        if (flash_encode_tensor_map(&bound.map, first, &encoded)) {
             return false;
         }
         std::memcpy(launch + bound.member, &encoded, sizeof encoded);

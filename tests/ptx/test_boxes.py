@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from timeit import repeat
 
 import numpy as np
@@ -124,6 +125,32 @@ class TestEveryElement:
             assert box.sectors == sectors, at
             if octets:
                 assert (box.address, box.end) == (min(octets), max(octets) + 1), at
+
+
+class TestRagged:
+    """Sequences of various lengths, one after the other: rows (columns, row, end), of which those
+    behind the end of a sequence lie outside. Coordinates 0 are so many rows before the tensor as it
+    has. Row r of a sequence that ends at row e is at row total - e + r and end e."""
+
+    TOTAL, COLUMNS = 11, 16
+
+    def box(self, row: int, end: int, **options: bool) -> Box:
+        stride = self.COLUMNS * 2
+        whole = make((self.COLUMNS, self.TOTAL, self.TOTAL + 1), (self.COLUMNS, 4, 1))
+        ragged = replace(
+            whole,
+            address=whole.address - self.TOTAL * stride,
+            strides=(stride, stride),
+        )
+        return Box(ragged, (0, self.TOTAL - end + row, end), **options)
+
+    @pytest.mark.parametrize(("row", "end"), [(0, 4), (0, 3), (3, 5), (5, 5), (9, 11), (11, 11)])
+    def test_boxes_end_with_the_sequence(self, row, end):
+        rows = make((self.COLUMNS, end), (self.COLUMNS, 4))
+        alone, found = Box(rows, (0, row)), self.box(row, end)
+        assert np.array_equal(found.read(MEMORY, BASE), alone.read(MEMORY, BASE))
+        assert self.box(row, end, is_stored=True).rows.tolist() == alone.rows.tolist()
+        assert found.is_outside or found.address >= BASE + OFFSET
 
 
 class TestFilling:

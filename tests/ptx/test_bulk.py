@@ -593,5 +593,12 @@ class TestOperands:
         with pytest.raises(OutOfBoundsError, match=r"of a tensor map .* past the end of the 8192"):
             loaded(TensorMap("f32", INPUT, (32, 65), (32, 4)), 0, 61)
 
+    def test_a_map_that_begins_before_the_tensor(self):
+        earlier = TensorMap("f32", INPUT - 4096, (32, 96), (32, 4))
+        own = TensorMap("f32", INPUT, (32, 64), (32, 4))
+        assert np.array_equal(loaded(earlier, 0, 32), loaded(own, 0, 0))
+        with pytest.raises(OutOfBoundsError, match=r"of a tensor map .* 128 bytes before the 8192"):
+            loaded(earlier, 0, 31)
+
     def test_all_that_is_outside_may_lie_anywhere(self):
         assert not loaded(TensorMap("f32", INPUT, (32, 64), (32, 4)), 1 << 20, 1 << 30).any()

@@ -94,7 +94,9 @@ class TestBytes:
     def test_are_none_for_a_launch_that_takes_more(self):
         plain = launch_of(four())
         first, *others = plain.addresses
-        q_map = TensorMap("q", Element.BF16, dims=(128, 128), strides=(256,), box=(64, 64))
+        q_map = TensorMap(
+            "q", Element.BF16, dims=(128, 128), strides=(256,), box=(64, 64), offset=-256
+        )
         assert quick_launch(four(), plain) is not None
         assert quick_launch(four(), replace(plain, tensor_maps=((0, q_map),) * 5)) is not None
         for more in (

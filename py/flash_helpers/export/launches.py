@@ -296,7 +296,8 @@ class _Tracer:
                 lambda found: getattr(dict(found[1].tensor_maps)[member.offset], name)
             )
 
-        address = self.addresses[form.tensor]
+        offset = self._value(lambda found: dict(found[1].tensor_maps)[member.offset].offset)
+        address = self.addresses[form.tensor] + offset
         return MapFormula(member, form, address, part("dims"), part("strides"), part("box"))
 
     def _buffer(self, buffer: Buffer) -> BufferFormula:

@@ -115,7 +115,8 @@ class TensorMap:
 
     `dims`: elements, innermost first. `strides`: bytes, of all dimensions but the innermost. `box`:
     elements of each dimension that one copy takes. `swizzle`: bytes of the pattern in shared
-    memory, 0, 32, 64 or 128. Elements outside of the tensor are read as 0.
+    memory, 0, 32, 64 or 128. Elements outside of the tensor are read as 0. `offset`: bytes from the
+    tensor's first element to that at coordinates 0, which may lie before the tensor.
     """
 
     tensor: str
@@ -124,6 +125,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    offset: int = 0
 
     @property
     def data_type(self) -> int:
@@ -157,7 +159,7 @@ class Address:
     offset: int = 0
 
 
-# Returns the 128 bytes of a tensor map, for a tensor that begins at an address.
+# Returns the 128 bytes of a tensor map, whose coordinates 0 are at an address.
 EncodeTensorMap = Callable[[TensorMap, int], bytes]
 
 
@@ -196,7 +198,7 @@ class Template:
         data = self._pack(*parts)
         for member, tensor_map in self._tensor_maps:
             assert encode is not None, f"{tensor_map.tensor} takes a tensor map"
-            encoded = encode(tensor_map, addresses[tensor_map.tensor])
+            encoded = encode(tensor_map, addresses[tensor_map.tensor] + tensor_map.offset)
             data = data[:member] + encoded + data[member + TENSOR_MAP_BYTES :]
         return data
 

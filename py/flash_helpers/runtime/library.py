@@ -77,6 +77,7 @@ class _BoundMap(ctypes.Structure):
     _fields_ = (
         ("member", ctypes.c_uint64),
         ("tensor", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
         ("map", _TensorMap),
     )
 
@@ -495,7 +496,7 @@ class Launcher:
             return None
         size = ctypes.sizeof(_Launch)
         maps = [
-            _BoundMap(size + member, names.index(x.tensor), _tensor_map(x))
+            _BoundMap(size + member, names.index(x.tensor), x.offset, _tensor_map(x))
             for member, x in found.tensor_maps
         ]
         described = [
@@ -534,7 +535,7 @@ def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
 
 
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
-    """Return the CUtensorMap of a tensor that begins at an address of the current device.
+    """Return the CUtensorMap whose coordinates 0 are at an address of the current device.
 
     Raises RuntimeError if the driver refuses it.
     """
