@@ -21,6 +21,7 @@ struct GeneralKernelConfig {
     int d_v; // head size of V and O; 0 for that of Q and K
     bool window; // a query sees keys within a distance
     bool softcap; // limits the logits by tanh
+    bool varlen; // sequences of various lengths, one after the other
     // fields:end
 
     constexpr int consumers() const { return B_r / 64; } // warpgroups
@@ -39,6 +40,8 @@ struct GeneralKernelArgs : HopperKernelArgs {
     int window_left, window_right; // keys beside its own that a query sees
     float scale_in_cap; // softmax_scale / softcap, where `scale` is log2(e) · softcap
     const Element *sinks; // (heads), or null
+    const int *cu_seqlens_q, *cu_seqlens_k; // (n_sequences + 1) begins in (total) rows, in order
+    int n_sequences; // 0: len_q and len_k are those of each batch, else totals
 };
 
 // As in sm90/arguments.cuh, and of a window.

@@ -1,11 +1,13 @@
 #pragma once
 // Parts of the family's kernels that no step is about, or a step before: slots of tiles in shared
 // memory, which are filled for all thread blocks of a cluster and emptied by their warps; P as an
-// operand; softcap.
+// operand; softcap; sinks.
 
 #include <cuda.h>
 
+#include "elements.cuh"
 #include "kernels/general/arguments.cuh"
+#include "kernels/general/sequences.cuh"
 #include "memory.cuh"
 #include "sm90/cluster.cuh"
 #include "sm90/exact_rows.cuh"
@@ -87,7 +89,8 @@ struct Slots {
     }
     // Each block's own tile, the first at `place`, the next one `apart` from it, and the place
     // itself. If there is no tile (row -1), only the place is sent.
-    __device__ __forceinline__ void load_with_places(const CUtensorMap &tensor, TilePlace place,
+    template <typename Place = TilePlace>
+    __device__ __forceinline__ void load_with_places(const CUtensorMap &tensor, Place place,
                                                      TilePlace apart, uint32_t places) {
         wait_empty();
         const bool has_tile = place.row >= 0;
@@ -142,6 +145,15 @@ struct Memory {
           K(Q.tiles + Q.kAllBytes, Q.full + Q.kBarriersBytes),
           V(K.tiles + K.kAllBytes, K.full + K.kBarriersBytes), places(V.full + V.kBarriersBytes) {}
 
+    // The place of the tile in a slot of Q.
+    __device__ __forceinline__ auto place(uint32_t slot) const {
+        const uint4 place = load_smem_16(places + slot * kPlaceBytes);
+        if constexpr (T::cfg.varlen) {
+            return SequencePlace{{int(place.x), int(place.y), int(place.z)}, int(place.w)};
+        } else {
+            return TilePlace{int(place.x), int(place.y), int(place.z)};
+        }
+    }
     // A slot is empty when all warps that compute have given it back.
     __device__ __forceinline__ void init_barriers() const {
         constexpr int kReaders = T::kBlocks * T::kConsumers * kWarpgroup / 32;
@@ -223,20 +235,25 @@ template <typename T>
 struct TileState {
     int n = -1; // index among the tiles of this block
     int key_blocks = 0, unseen_blocks = 0; // seen (0: no tile), and skipped before them
-    int first_block = 0; // of keys that the rows of the cluster see
+    int first_key = 0, first_block = 0; // of its sequence, and of what the cluster's rows see
     int query = 0; // the lane's row g
     uint32_t Q_slot = 0;
 
     __device__ __forceinline__ int end_of(int j) const { // the end of the keys of block j
-        return (first_block + key_blocks - j) * T::B_c;
+        return first_key + (first_block + key_blocks - j) * T::B_c;
+    }
+    // Row i of the warpgroup. Tiles of sequences of various lengths begin at any row.
+    __device__ __forceinline__ int row(int i) const {
+        const int before = threadIdx.x / 32 % 4 * kWarpRows + threadIdx.x % 32 / 4;
+        return T::cfg.varlen ? query - before + i : (query & -kWgmmaM) | i;
     }
     // Keys before block j - 1, up to the end of block j, that the warpgroup's first row cannot see.
     __device__ __forceinline__ int unseen(int j, const GeneralKernelArgs &args) const {
-        return end_of(j) - visible_keys<T::kEdges>(query & -kWgmmaM, args);
+        return end_of(j) - visible_keys<T::kEdges>(row(0), args);
     }
     // Whether the window of the warpgroup's last row begins behind the first key of block j.
     __device__ __forceinline__ bool begins_behind(int j, const GeneralKernelArgs &args) const {
-        return first_visible_key<T::kEdges>(query | (kWgmmaM - 1), args) > end_of(j + 1);
+        return first_visible_key<T::kEdges>(row(kWgmmaM - 1), args) > end_of(j + 1);
     }
 };
 
@@ -248,15 +265,36 @@ __device__ __forceinline__ void limit(float (&S_rmem)[kCount], float scale) { //
     }
 }
 
+// The sinks of a call, if it brought any.
+template <DType kDType>
+struct Sinks {
+    const Element *sinks; // (heads), or null
+
+    __device__ __forceinline__ float of(int head) const {
+        return sinks == nullptr ? -INFINITY : to_float<kDType>(sinks[head]) * kLog2e;
+    }
+    // l = l + 2^(sink - m), relative to the larger of both exponents, which m becomes. Returns the
+    // factor by which O follows. Without a key l is 0 before, and the LSE is the sink.
+    __device__ __forceinline__ float add(float sink, float &m, float &l) const {
+        const float old_m = m;
+        m = fmaxf(m, sink);
+        const float rescale = exp2_approx(old_m - m);
+        l = fmaf(l, rescale, exp2_approx(sink - m));
+        return rescale;
+    }
+};
+
 // The 16 rows of a warp that begin at place_of(tile), computed again, for each tile n of a thread
 // block whose bit n % 32 is set: exact_tiles of sm90/exact_rows.cuh for a d_v of its own.
 template <typename T, typename PlaceOf, typename Sinks = NoSinks>
 __device__ __forceinline__ void compute_again(const GeneralKernelArgs &args, uint32_t bits,
                                               PlaceOf &&place_of, Sinks sinks = {}) {
     constexpr int kTiles = 2;
+    constexpr bool kDiffer = T::cfg.causal || T::cfg.varlen; // tiles
     for (int tile = blockIdx.x / T::kBlocks, n = -1; tile < args.tiles;
-         tile += T::cfg.causal ? 1 : gridDim.x / T::kBlocks) {
-        if (took_tile<T::cfg.causal, T::kBlocks>(tile, args) && bits >> ++n % 32 & 1) {
+         tile += kDiffer ? 1 : gridDim.x / T::kBlocks) {
+        if (took_tile<kDiffer, T::kBlocks>(tile, args) &&
+            (!T::cfg.varlen || place_of(tile).row >= 0) && bits >> ++n % 32 & 1) {
 #pragma unroll 1
             for (int col = 0; col < T::kDV; col += kTiles * kMmaN) {
                 exact_columns<T::cfg.dtype, T::kDHead, kTiles, T::kEdges, T::cfg.softcap>(

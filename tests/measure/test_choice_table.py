@@ -23,7 +23,7 @@ def test_each_head_size_has_a_row_and_each_option_its_step() -> None:
     found = {name: texts for name, *texts in map(cells, rows)}
     assert {"64", "96", "128", "192", "192, V 128", "256"} <= {*found}
     assert found["64"] == [
-        "no mask, window, softcap: o12; causal: h30; sinks: refused",
-        *["no mask, causal, window, softcap: o12; sinks: refused"] * 2,
+        "no mask, window, softcap, variable lengths: o12; causal: h30; sinks: refused",
+        *["no mask, causal, window, softcap, variable lengths: o12; sinks: refused"] * 2,
     ]
     assert found["192, V 128"] == ["all: refused"] * 3

@@ -1,6 +1,9 @@
-"""Family general: the head sizes that it is built for, and what attention takes for them."""
+"""Family general: the head sizes and variable lengths that it is built for, and what attention
+takes for them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -54,3 +57,55 @@ def test_pieces_of_v_are_copied_at_once_if_they_are_whole(d_head, d_v, box_and_d
     (launch,) = LAST.of_size(d_head, d_v).call(asked, asked.strides(), H100).launches
     (found,) = (tensor_map for _, tensor_map in launch.tensor_maps if tensor_map.tensor == "v")
     assert (found.box, found.dims) == box_and_dims
+
+
+def lengths_of(total: int, several: int, **options: object) -> AttentionForward:
+    return AttentionForward(1, 4, total, sequences=several, **options)
+
+
+@pytest.mark.parametrize(("d_head", "d_v"), SIZES)
+def test_hopper_takes_sequences_of_various_lengths_of_every_head_size(d_head, d_v) -> None:
+    asked = replace(problem(d_head, d_v, causal=True), batch=1, len_k=500, sequences=3)
+    config = config_for(asked, H100)
+    assert (config.step, config.varlen, config.causal) == (LAST.step, True, True)
+    assert config.cluster == 1
+    assert "no cu_seqlens is not supported" in config.refusal(replace(asked, sequences=0))
+
+
+def test_two_thread_blocks_share_no_loads_of_sequences_of_various_lengths() -> None:
+    with pytest.raises(ValueError, match=r"varlen with cluster 2: .* choose cluster 1"):
+        LAST.replace(varlen=True, cluster=2)
+
+
+VARLEN = LAST.replace(varlen=True, cluster=1)
+
+
+def test_no_more_tiles_are_numbered_than_any_lengths_of_that_total_need() -> None:
+    for lengths in ([1] * 200, [127, 1, 0, 385], [0, 0, 384], [129] * 5, [128]):
+        order = VARLEN.order(lengths_of(sum(lengths), len(lengths)), H100)
+        needed = sum(-(-length // VARLEN.B_r) for length in lengths)
+        assert needed <= order.q_tiles <= needed + len(lengths)
+        assert order.n_blocks == min(4 * order.q_tiles, H100.sms)
+
+
+def test_more_tiles_than_a_number_holds_are_refused() -> None:
+    assert VARLEN.refusal(lengths_of(2**31 - 1000, 2**29 - 2**24)) == ""
+    assert "tiles of queries, over the limit" in VARLEN.refusal(lengths_of(2**31 - 1000, 2**29))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_counter_hands_out_sequences_of_various_lengths(causal) -> None:
+    config = VARLEN.replace(causal=causal)
+    assert config.order(lengths_of(50_000, 64, causal=causal), H100).counts
+
+
+@pytest.mark.parametrize("name", "qkvo")
+def test_a_batch_of_a_tensor_map_ends_where_a_sequence_does(name) -> None:
+    total = {"q": 300, "k": 500, "v": 500, "o": 300}[name]
+    asked = lengths_of(300, 3, len_k=500, kv_heads=2)
+    (launch,) = VARLEN.call(asked, asked.strides(), H100).launches
+    (found,) = (tensor_map for _, tensor_map in launch.tensor_maps if tensor_map.tensor == name)
+    row = asked.strides()[name][1] * 2
+    assert found.dims[1] == total and found.dims[4] == total + 1
+    for end in (0, 1, total):  # the row behind the last of batch `end`
+        assert found.offset + total * found.strides[0] + end * found.strides[3] == end * row

@@ -29,6 +29,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "window": {"window_left": 100, "window_right": 100},
         "softcap": {"softcap": 50.0},
         "sinks": {"sinks": True},
+        "variable lengths": {"sequences": 8},
     }
 )
 

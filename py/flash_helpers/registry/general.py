@@ -18,6 +18,7 @@ from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.supports import (
     SINKS,
     SOFTCAP,
+    VARLEN,
     WINDOW,
     AttentionSupports,
 )
@@ -29,7 +30,7 @@ from flash_helpers.registry.mma_sync import DTYPES, SINK_LOGITS
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.wgmma import MEMBERS, TARGET, WgmmaConfig
 
-FLAGS = ("causal", "window", "softcap")  # of a config, for which kernels are compiled
+FLAGS = ("causal", "window", "softcap", "varlen")  # of a config, for which kernels are compiled
 
 # The first member behind a base class, which keeps the padding at its end.
 _BEHIND_A_BASE = replace(INT, align=TENSOR_MAP.align)
@@ -41,7 +42,8 @@ ARGUMENTS = StructLayout(
             "window_left": _BEHIND_A_BASE,
             "window_right": INT,
             "scale_in_cap": FLOAT,
-            "sinks": POINTER,
+            **dict.fromkeys(("sinks", "cu_seqlens_q", "cu_seqlens_k"), POINTER),
+            "n_sequences": INT,
         }
     ),
 )
@@ -54,7 +56,8 @@ class GeneralKernelConfig(WgmmaConfig):
 
     `cluster`: thread blocks that share the tiles of K and V which are loaded, 1 or 2. `d_v`: head
     size of V and O, 0 for that of Q and K. `window`: the kernel takes problems with a window alone.
-    `softcap`: likewise of problems with a softcap.
+    `softcap`: likewise of problems with a softcap. `varlen`: likewise of sequences of various
+    lengths, by clusters of one thread block.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -74,6 +77,9 @@ class GeneralKernelConfig(WgmmaConfig):
     d_v: int = number("dv", "head size of V and O; 0 for that of Q and K", default=0)
     window: bool = flag("window", "a query sees keys within a distance", default=False)
     softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
+    varlen: bool = flag(
+        "varlen", "sequences of various lengths, one after the other", default=False
+    )
 
     @property
     def v_columns(self) -> int:
@@ -91,6 +97,11 @@ class GeneralKernelConfig(WgmmaConfig):
         """Raises ValueError unless a kernel can be built."""
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster {self.cluster} is neither 1 nor 2 thread blocks: choose one")
+        if self.varlen and self.cluster > 1:
+            raise ValueError(
+                f"varlen with cluster {self.cluster}: two thread blocks would often have tiles of "
+                "two sequences, which share no keys: choose cluster 1"
+            )
         if (self.d_head, self.d_v) not in TILES:
             known = ", ".join(f"{d_head} with {d_v or d_head}" for d_head, d_v in TILES)
             raise ValueError(
@@ -103,7 +114,7 @@ class GeneralKernelConfig(WgmmaConfig):
     def supports(self) -> AttentionSupports:
         """Any lengths, with one head size; flags of the config add to that."""
         base = super().supports
-        flags = {WINDOW: self.window, SOFTCAP: self.softcap}
+        flags = {WINDOW: self.window, SOFTCAP: self.softcap, VARLEN: self.varlen}
         compiled = frozenset(name for name, is_on in flags.items() if is_on)
         with_call = {SINKS} if SINK_LOGITS in self.step.traits else set()
         return replace(
@@ -128,7 +139,7 @@ class GeneralKernelConfig(WgmmaConfig):
         return range(seen.start, min(first, seen.start) - 1, -1)
 
     def arguments(self, problem: AttentionForward) -> dict[str, tuple[float, ...]]:
-        """Return the window and the scales."""
+        """Return the window, the scales and the number of sequences."""
         scale = problem.softcap or problem.softmax_scale
         left, right = problem.window_left, problem.window_right
         return {
@@ -136,6 +147,7 @@ class GeneralKernelConfig(WgmmaConfig):
             "scale_in_cap": (problem.softmax_scale / scale,),
             "window_left": (problem.len_k + self.cluster * self.B_r if left is None else left,),
             "window_right": (0 if self.causal else problem.len_q if right is None else right,),
+            "n_sequences": (problem.sequences,),
         }
 
     def variants(self) -> tuple[GeneralKernelConfig, ...]:
@@ -155,10 +167,12 @@ class GeneralKernelConfig(WgmmaConfig):
 
 @functools.cache  # a choice asks for them at each call
 def _variants(own: GeneralKernelConfig) -> tuple[GeneralKernelConfig, ...]:
-    flags = [name for name in FLAGS if name in own.step.tunable]
+    flags = [name for name in FLAGS if name in own.step.tunable and name != "varlen"]
     sizes = [own]
     if "d_head" in own.step.tunable:
         sizes += [own.of_size(*size) for size in TILES if size != (own.d_head, own.d_v)]
+    if "varlen" in own.step.tunable:
+        sizes += [size.replace(varlen=not size.varlen, cluster=1) for size in sizes]
     return tuple(
         found
         for config in sizes
@@ -171,7 +185,7 @@ def _file(number: int) -> str:
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
-    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False, "softcap": False}
+    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False, "softcap": False, "varlen": False}
 )
 
 
@@ -202,6 +216,8 @@ TILES: Mapping[tuple[int, int], Mapping[str, Any]] = MappingProxyType(
 _LISTED: tuple[tuple[Element, Mapping[str, Any]], ...] = (
     (Element.BF16, {"cluster": 1}),
     (Element.FP16, {"cluster": 1, "causal": True}),
+    (Element.BF16, {"cluster": 1, "varlen": True}),
+    (Element.FP16, {"cluster": 1, "causal": True, "varlen": True}),
     (Element.BF16, {"cluster": 1, "window": True}),
     (Element.FP16, {"causal": True, "window": True, "softcap": True}),
     (Element.FP16, {"d_head": 64, "causal": True}),
@@ -273,6 +289,12 @@ GENERAL = Family(
             "sinks: one more logit per head, which only the row sums see",
             _file(6),
             traits=frozenset({SINK_LOGITS}),
+        ),
+        StepEntry(
+            "variable_lengths",
+            "variable lengths: a sequence ends where its tensor map does, and the host knows none",
+            _file(7),
+            opens={"varlen": (False,)},
         ),
     ),
     targets=(TARGET,),

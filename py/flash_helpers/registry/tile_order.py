@@ -49,9 +49,17 @@ class TileOrder:
 
     @property
     def q_tiles(self) -> int:
-        """Tiles of one head."""
+        """Tiles of one head. Sequences of various lengths have so many at most, whatever their
+        lengths are; the others are empty."""
+        if several := self.problem.sequences:
+            return self.problem.len_q // self.B_r + several
         rows = self.cluster // self.cluster_heads * self.B_r
         return -(-self.problem.len_q // rows)
+
+    @property
+    def differ(self) -> bool:
+        """Whether tiles differ in length."""
+        return self.causal or self.problem.sequences > 0
 
     @property
     def heads(self) -> int:
@@ -75,7 +83,7 @@ class TileOrder:
         third tile the counter decides nothing: a block takes its second tile when it begins with
         its first."""
         is_long = -(-self.problem.len_q // self.B_r) >= COUNTED_FROM and not self._has_two_tiles
-        return self.dynamic and self.causal and is_long
+        return self.dynamic and self.differ and is_long
 
     @property
     def _has_two_tiles(self) -> bool:
@@ -122,7 +130,7 @@ class TileOrder:
         """Tiles of B_r queries, idle blocks included. Where blocks are persistent and tiles are
         alike, every block counts as many tiles as the busiest one, for which the others wait."""
         tiles = self.cluster * self.n_tiles
-        if self.persistent and not self.causal:
+        if self.persistent and not self.differ:
             at_a_time = self.at_a_time * self.cluster
             tiles = -(-tiles // at_a_time) * at_a_time
         return tiles
@@ -130,7 +138,12 @@ class TileOrder:
     def tiles(self) -> tuple[tuple[int, int], ...]:
         """Return the head (counted over all batches) and the block of rows of each block's tile, in
         the order of the tiles' numbers. The tiles of a cluster follow one another; the last tile of
-        a head may have no rows."""
+        a head may have no rows. Of sequences of various lengths there must be one: its blocks of
+        rows are -1 in empty tiles."""
+        if self.problem.sequences:
+            filled = range(-(-self.problem.len_q // self.B_r))
+            rows = [*(filled[::-1] if self.causal else filled), -1][: self.q_tiles]
+            return tuple((head, row) for row in rows for head in range(self.heads))
         together, q_tiles, heads = self.cluster_heads, self.q_tiles, self.heads
         group = self.head_group if self.causal else 1
         before = heads - (self.last_heads if self.causal else 0)
@@ -151,6 +164,6 @@ class TileOrder:
         lot = self.n_blocks // self.cluster
         taker, rank = divmod(block, self.cluster)
         lots = range(1 if self.counts else -(-self.n_tiles // lot))
-        turns = self.dynamic and self.causal
+        turns = self.dynamic and self.differ
         taken = (n * lot + (lot - 1 - taker if turns and n % 2 else taker) for n in lots)
         return tuple(self.cluster * number + rank for number in taken if number < self.n_tiles)

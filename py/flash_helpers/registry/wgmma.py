@@ -282,7 +282,7 @@ class WgmmaConfig(Config):
         """Return the runs of all blocks of keys of a thread block's tiles; blocks that ask for
         tiles may get them all."""
         order = self.order(problem, device)
-        tiles = problem.batch * problem.heads * -(-problem.len_q // self.B_r)
+        tiles = problem.batch * problem.heads * (-(-problem.len_q // self.B_r) + problem.sequences)
         per_block = tiles if order.counts else -(-tiles // order.n_blocks)
         runs = _RUNS_PER_REPLAYED_TILE if REPLAYS in self.step.traits else RUNS_PER_TILE
         return runs * (len(self.key_blocks(problem.len_k)) + 2) * per_block
@@ -308,6 +308,8 @@ class WgmmaConfig(Config):
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
         pointers |= {"lse": "lse"} if problem.return_lse else {}
         pointers |= {"sinks": "sinks"} if problem.sinks else {}
+        if problem.sequences:
+            pointers |= {name: name for name in ("cu_seqlens_q", "cu_seqlens_k")}
         buffers: tuple[Buffer, ...] = ()
         if order.counts:
             pointers["next_tile"] = NEXT_TILE
@@ -393,13 +395,20 @@ def _tensor_map(
     """Return boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece. Where the
     last piece is not whole, a box is one piece of a row that is clipped.
 
+    Sequences of various lengths end as rows of a batch do. The map begins as many rows before the
+    tensor as it has, and the next batch a row behind the one before. So in batch e the row behind
+    the last is row e of the tensor: a sequence with its end at e has its rows before that.
+
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
     (shape,) = (tensor.shape for tensor in problem.tensors if tensor.name == name)
     batch, length, heads, columns = shape
     width, pieces = (columns, 1) if columns % PIECE else (PIECE, columns // PIECE)
-    sizes = (width, length, pieces, heads, batch)
     of_batch, of_row, of_head, _ = strides
+    before = 0
+    if problem.sequences:
+        batch, of_batch, before = length + 1, of_row, length
+    sizes = (width, length, pieces, heads, batch)
     in_elements = (of_row, PIECE, of_head, of_batch)
     return TensorMap(
         name,
@@ -408,4 +417,5 @@ def _tensor_map(
         strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
         box=(PIECE, rows, 1 if name == "o" else pieces, 1, 1),
         swizzle=PIECE * ELEMENT_BYTES,
+        offset=-before * of_row * ELEMENT_BYTES,
     )

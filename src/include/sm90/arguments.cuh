@@ -47,11 +47,11 @@ __device__ __forceinline__ int first_visible_key(int, const HopperKernelArgs &) 
 }
 
 // The blocks of keys of a tile whose queries end before `end`: at least one, though all of it may
-// be hidden.
+// be hidden. The first block begins at first_key.
 template <int B_c, Edges kEdges, typename Args>
-__device__ __forceinline__ int seen_blocks(int end, const Args &args) {
+__device__ __forceinline__ int seen_blocks(int end, const Args &args, int first_key = 0) {
     const int last_query = min(end, args.len_q) - 1;
-    return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
+    return max((visible_keys<kEdges>(last_query, args) - first_key + B_c - 1) / B_c, 1);
 }
 
 // The block of rows of a tile of queries, and its head among the heads of all batches. Tiles of one
@@ -91,12 +91,26 @@ struct NoSinks {
     __device__ __forceinline__ float add(float, float &, float &) const { return 1; }
 };
 
+// What follows from a tile's place: the place of its n-th key in K and V; the distance in elements
+// from a tensor of `rows` rows to row 0 of a batch; the index of query 0 in the LSE. Places of
+// other types have functions of their own.
+__device__ __forceinline__ TilePlace keys_of(TilePlace place, const HopperKernelArgs &args,
+                                             int n = 0) {
+    return {n, place.head / args.heads_per_kv, place.batch};
+}
+__device__ __forceinline__ int64_t row_0(TilePlace, int batch, int, const TensorStrides &strides) {
+    return batch * strides.batch;
+}
+__device__ __forceinline__ int64_t lse_0(TilePlace place, const HopperKernelArgs &args) {
+    return (int64_t(place.batch) * args.heads + place.head) * args.len_q;
+}
+
 // LSE of a query: m + log2(l) is the logarithm of its sum to base 2. A query that sees no key has
 // the sum 0 and an LSE of -infinity.
-__device__ __forceinline__ void store_lse(const HopperKernelArgs &args, TilePlace place, int query,
+template <typename Place>
+__device__ __forceinline__ void store_lse(const HopperKernelArgs &args, Place place, int query,
                                           float m, float l) {
-    const int64_t row = int64_t(place.batch) * args.heads + place.head;
-    args.lse[row * args.len_q + query] = (m + log2_approx(l)) * kLn2;
+    args.lse[lse_0(place, args) + query] = (m + log2_approx(l)) * kLn2;
 }
 
 // Rounds O of the 16 rows of a warp to 16 bits and stores it through rows of a tile in shared

@@ -28,23 +28,25 @@ __device__ __forceinline__ float tanh_approx(float x) {
 // is stored too, if asked for. scale: log2(e) · softmax_scale, or log2(e) · softcap if kSoftcap.
 // The fragments are as in mma.cuh.
 template <DType kDType, int kDHead, int kTiles, Edges kEdges, bool kSoftcap = false, typename Args,
-          typename Sinks = NoSinks>
-__device__ __forceinline__ void exact_columns(const Args &args, TilePlace place, float scale,
-                                              int col, Sinks sinks = {}) {
+          typename Place, typename Sinks = NoSinks>
+__device__ __forceinline__ void exact_columns(const Args &args, Place place, float scale, int col,
+                                              Sinks sinks = {}) {
     constexpr bool kWhole = kEdges == Edges::kNone;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int kv_head = kWhole ? place.head : place.head / args.heads_per_kv;
-    const auto head_of = [&](const void *tensor, const TensorStrides &strides, int head) {
-        return static_cast<const Element *>(tensor) + place.batch * strides.batch +
-               head * strides.head;
+    TilePlace keys = keys_of(place, args);
+    keys.head = kWhole ? place.head : keys.head;
+    const auto head_of = [&](const void *tensor, const TensorStrides &strides, TilePlace at,
+                             int rows) {
+        return static_cast<const Element *>(tensor) + row_0(place, at.batch, rows, strides) +
+               at.head * strides.head;
     };
     const int64_t Q_row = args.Q_strides.row, K_row = args.K_strides.row;
     const int64_t V_row = args.V_strides.row, O_row = args.O_strides.row;
-    const Element *Q_gmem = head_of(args.Q_gmem, args.Q_strides, place.head) + 2 * t;
-    const Element *K_gmem = head_of(args.K_gmem, args.K_strides, kv_head) + 2 * t;
-    const Element *V_gmem = head_of(args.V_gmem, args.V_strides, kv_head) + col + g;
-    Element *O_gmem =
-        const_cast<Element *>(head_of(args.O_gmem, args.O_strides, place.head)) + col + 2 * t;
+    const Element *Q_gmem = head_of(args.Q_gmem, args.Q_strides, place, args.len_q) + 2 * t;
+    const Element *K_gmem = head_of(args.K_gmem, args.K_strides, keys, args.len_k) + 2 * t;
+    const Element *V_gmem = head_of(args.V_gmem, args.V_strides, keys, args.len_k) + col + g;
+    const Element *O_head = head_of(args.O_gmem, args.O_strides, place, args.len_q);
+    Element *O_gmem = const_cast<Element *>(O_head) + col + 2 * t;
     const int rows[2] = {place.row + g, place.row + g + 8};
     int visible[2], first[2]; // the end and the begin of the keys that a row sees
     const Element *Q_rows[2]; // the last row stands for rows past it, which are not stored
@@ -54,7 +56,8 @@ __device__ __forceinline__ void exact_columns(const Args &args, TilePlace place,
         first[half] = first_visible_key<kEdges>(rows[half], args);
         Q_rows[half] = Q_gmem + (kWhole ? rows[half] : min(rows[half], args.len_q - 1)) * Q_row;
     }
-    const int begin = max(first_visible_key<kEdges>(place.row, args), 0) & -kMmaK;
+    const int seen_first = first_visible_key<kEdges>(place.row, args) - keys.row;
+    const int begin = keys.row + (max(seen_first, 0) & -kMmaK);
     const int end = visible_keys<kEdges>(place.row + 15, args);
 
     // m is finite: as long as all keys are at -infinity, each P is 0 and not NaN
@@ -128,7 +131,7 @@ __device__ __forceinline__ void exact_columns(const Args &args, TilePlace place,
         if (!kWhole && rows[half] >= args.len_q) {
             continue;
         }
-        const float inverse_l = visible[half] > 0 ? O_scale * reciprocal_approx(row_l) : 0;
+        const float inverse_l = visible[half] > keys.row ? O_scale * reciprocal_approx(row_l) : 0;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
             *reinterpret_cast<uint32_t *>(O_gmem + rows[half] * O_row + n * kMmaN) =

@@ -111,8 +111,8 @@ __device__ __forceinline__ void grow(float (&S_rmem)[kCount], float (&m)[2], flo
 
 // The factors of O of a warp's 16 rows, from each lane's part of l: 1 / l, or 0 if the query sees
 // no key. Stores the LSE of the rows if asked for. Returns whether 1 / l is a normal number.
-template <Edges kEdges, typename Args, typename Sinks = NoSinks>
-__device__ __forceinline__ bool finish_sums(const Args &args, TilePlace place, int warp_row,
+template <Edges kEdges, typename Args, typename Place, typename Sinks = NoSinks>
+__device__ __forceinline__ bool finish_sums(const Args &args, Place place, int warp_row,
                                             const float (&m)[2], const float (&l)[2],
                                             float (&inverse_l)[2], Sinks sinks = {}) {
     const int lane = threadIdx.x % 32;
@@ -124,7 +124,7 @@ __device__ __forceinline__ bool finish_sums(const Args &args, TilePlace place, i
         fits &= row_l < kMaxL; // false for NaN
         const float O_scale = sinks.add(sink, row_m, row_l);
         const int query = place.row + warp_row + half * 8 + lane / 4;
-        const bool sees = visible_keys<kEdges>(query, args) > 0;
+        const bool sees = visible_keys<kEdges>(query, args) > keys_of(place, args).row;
         inverse_l[half] = sees ? O_scale * reciprocal_approx(row_l) : 0;
         if (args.lse != nullptr && lane % 4 == 0 && query < args.len_q) {
             store_lse(args, place, query, row_m, row_l);

@@ -394,6 +394,10 @@ FAULTS = {
         "g6", BF16, MAIN_LOOP, r"mov\.f32.*0fFF800000", swap("0fFF800000", "0f461C4000"), None,
         quantity="output",
     ),
+    "g7: the end of a sequence's keys is read where they begin": Fault(
+        "g7", BF16, MAIN_LOOP, r"ld\.global.*\+4\]", swap(r"\+4\]", "]"), nth(-1), quantity="K",
+        options={"varlen": True},
+    ),
 }  # fmt: skip
 
 

@@ -269,11 +269,13 @@ class AttentionSupports:
                 f"heads {problem.heads} is over the limit {self.max_heads} of a CUDA grid: split "
                 "the call by heads"
             )
-        tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
+        per_head = -(-problem.len_q // self.B_r) + problem.sequences
+        tiles = per_head * problem.heads * problem.batch
         if tiles > self.max_tiles:
+            batches = problem.sequences or problem.batch
             return (
-                f"batch {problem.batch} with {problem.heads} heads has {tiles} tiles of queries, "
-                f"over the limit {self.max_tiles} of a CUDA grid: split the call by batches"
+                f"batch {batches} with {problem.heads} heads has {tiles} tiles of queries, over "
+                f"the limit {self.max_tiles} of a CUDA grid: split the call by batches"
             )
         return ""
 
