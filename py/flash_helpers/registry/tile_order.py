@@ -142,8 +142,8 @@ class TileOrder:
         rows are -1 in empty tiles."""
         if self.problem.sequences:
             filled = range(-(-self.problem.len_q // self.B_r))
-            rows = [*(filled[::-1] if self.causal else filled), -1][: self.q_tiles]
-            return tuple((head, row) for row in rows for head in range(self.heads))
+            slots = [*(filled[::-1] if self.causal else filled), -1][: self.q_tiles]
+            return tuple((head, row) for row in slots for head in range(self.heads))
         together, q_tiles, heads = self.cluster_heads, self.q_tiles, self.heads
         group = self.head_group if self.causal else 1
         before = heads - (self.last_heads if self.causal else 0)
