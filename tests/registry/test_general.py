@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flash_helpers.gpu import LIMITS, largest_device
-from flash_helpers.kernel_configs import AttentionForward, Element
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.registry.general import GENERAL, TILES
 from flash_helpers.tune.best import config_for
 
@@ -57,6 +57,14 @@ def test_pieces_of_v_are_copied_at_once_if_they_are_whole(d_head, d_v, box_and_d
     (launch,) = LAST.of_size(d_head, d_v).call(asked, asked.strides(), H100).launches
     (found,) = (tensor_map for _, tensor_map in launch.tensor_maps if tensor_map.tensor == "v")
     assert (found.box, found.dims) == box_and_dims
+
+
+@pytest.mark.parametrize("config", GENERAL.progression(), ids=Config.short_form)
+def test_a_launch_is_programmatic_if_its_kernel_waits_for_the_one_before(config, root) -> None:
+    asked = AttentionForward(2, 4, 256, 128, config.dtype)
+    (launch,) = config.call(asked, asked.strides(), H100).launches
+    waits = "wait_for_launch_before();" in (root / config.step.source).read_text()
+    assert launch.programmatic == waits
 
 
 def lengths_of(total: int, several: int, **options: object) -> AttentionForward:

@@ -27,6 +27,7 @@ from flash_helpers.runtime.tensor_statistics import TensorStatistics
 
 ROWS = "s3_bf16_w2_c2"
 ATTENTION = "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
+PROGRAMMATIC = "g8_fp16_d128_Br128_Bc128_K3_V2_pp"
 THIS_FILE = re.escape(__file__)
 
 
@@ -139,6 +140,11 @@ class TestLevels:
         with logged(3):
             flash_attention.forward(ATTENTION, *qkv(), softmax_scale=128**-0.5)
         assert "causal False, softmax_scale 0.0883883" in path.read_text()
+
+    def test_3_names_a_programmatic_launch(self, logged, path, not_run):
+        with logged(3):
+            flash_attention.forward(PROGRAMMATIC, *qkv())
+        assert path.read_text().endswith("bytes of dynamic shared memory per block, programmatic\n")
 
     def test_5_has_statistics_of_inputs_and_outputs(self, logged, path, x):
         x[1, 2], x[1, 3] = torch.nan, torch.inf

@@ -28,7 +28,7 @@ from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import DTYPES, SINK_LOGITS
 from flash_helpers.registry.problem import Element
-from flash_helpers.registry.wgmma import MEMBERS, TARGET, WgmmaConfig
+from flash_helpers.registry.wgmma import MEMBERS, PROGRAMMATIC, TARGET, WgmmaConfig
 
 FLAGS = ("causal", "window", "softcap", "varlen")  # of a config, for which kernels are compiled
 
@@ -295,6 +295,12 @@ GENERAL = Family(
             "variable lengths: a sequence ends where its tensor map does, and the host knows none",
             _file(7),
             opens={"varlen": (False,)},
+        ),
+        StepEntry(
+            "programmatic_launches",
+            "programmatic launches: a launch begins while the one before it ends",
+            _file(8),
+            traits=frozenset({PROGRAMMATIC}),
         ),
     ),
     targets=(TARGET,),

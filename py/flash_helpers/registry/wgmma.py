@@ -66,6 +66,7 @@ DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see
 SHARED_LOADS = "shared_loads"  # K and V are loaded once for the thread blocks of a cluster
 HEAD_PAIRS = "head_pairs"  # those take the same rows of two heads where these share K and V
+PROGRAMMATIC = "programmatic"  # a launch may begin before the one before it has ended, and waits
 HALF_BLOCKS = "half_blocks"  # warpgroups multiply with the half of a causal block that they see
 
 # Where m is that of a tile's first block:
@@ -333,6 +334,7 @@ class WgmmaConfig(Config):
                 )
                 for name in "qkvo"
             ),
+            programmatic=PROGRAMMATIC in self.step.traits,
         )
         return Call((launch,), buffers)
 

@@ -11,6 +11,7 @@ from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.ptx import (
     BarrierError,
     DeadlockError,
+    LaunchOrderError,
     MbarrierError,
     MisalignedError,
     MissingLanesError,
@@ -397,6 +398,10 @@ FAULTS = {
     "g7: the end of a sequence's keys is read where they begin": Fault(
         "g7", BF16, MAIN_LOOP, r"ld\.global.*\+4\]", swap(r"\+4\]", "]"), nth(-1), quantity="K",
         options={"varlen": True},
+    ),
+    "g8: what the launch before writes is not waited for": Fault(
+        "g8", BF16, PROLOGUE, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
+        "copy(tensor, place",
     ),
 }  # fmt: skip
 
