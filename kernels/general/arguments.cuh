@@ -22,15 +22,16 @@ struct GeneralKernelConfig {
     bool window; // a query sees keys within a distance
     bool softcap; // limits the logits by tanh
     bool varlen; // sequences of various lengths, one after the other
+    int Q_slots; // tiles of Q in shared memory, later of O
     // fields:end
 
     constexpr int consumers() const { return B_r / 64; } // warpgroups
     constexpr int n_threads() const { return (consumers() + 1) * 128; } // and the producer's
     constexpr int v_columns() const { return d_v == 0 ? d_head : d_v; }
-    // Two tiles of Q (later of O), K and V in pieces of 64 columns, then the barriers.
+    // The tiles of Q, K and V in pieces of 64 columns, then the barriers.
     constexpr int smem_bytes() const {
         const int of_K = (d_head + 63) / 64 * 128, of_V = (v_columns() + 63) / 64 * 128; // a row
-        return (2 * B_r + K_slots * B_c) * of_K + V_slots * B_c * of_V + 256;
+        return (Q_slots * B_r + K_slots * B_c) * of_K + V_slots * B_c * of_V + 256;
     }
     friend auto operator<=>(const GeneralKernelConfig &, const GeneralKernelConfig &) = default;
 };

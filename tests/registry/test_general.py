@@ -117,3 +117,27 @@ def test_a_batch_of_a_tensor_map_ends_where_a_sequence_does(name) -> None:
     assert found.dims[1] == total and found.dims[4] == total + 1
     for end in (0, 1, total):  # the row behind the last of batch `end`
         assert found.offset + total * found.strides[0] + end * found.strides[3] == end * row
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ({"Q_slots": 1}, "Q_slots 1: the next tile begins before this one ends: use 2 or more"),
+        (
+            {"K_slots": 7, "V_slots": 6},
+            "2 slots of Q, 7 of K and 6 of V need 272 bytes for their barriers, over the limit "
+            "256: lower one of them",
+        ),
+        ({"Q_slots": 3, "K_slots": 6, "V_slots": 5}, "need 272 bytes for their barriers"),
+    ],
+)
+def test_slots_that_no_kernel_has_room_for_are_refused(slots, message) -> None:
+    small = GENERAL.fixed_config(LAST, Element.BF16).of_size(64).replace(B_r=64, ping_pong=False)
+    with pytest.raises(ValueError, match=message):
+        small.replace(**slots)
+
+
+def test_each_slot_of_q_takes_its_tile_of_shared_memory() -> None:
+    config = GENERAL.fixed_config(LAST, Element.BF16).of_size(64)
+    one_more = config.replace(K_slots=5, V_slots=5, Q_slots=3)
+    assert one_more.smem_bytes == config.smem_bytes + 256 * 128 - 2 * 64 * 128

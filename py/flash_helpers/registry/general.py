@@ -57,7 +57,7 @@ class GeneralKernelConfig(WgmmaConfig):
     `cluster`: thread blocks that share the tiles of K and V which are loaded, 1 or 2. `d_v`: head
     size of V and O, 0 for that of Q and K. `window`: the kernel takes problems with a window alone.
     `softcap`: likewise of problems with a softcap. `varlen`: likewise of sequences of various
-    lengths, by clusters of one thread block.
+    lengths, by clusters of one thread block. `Q_slots`: tiles of Q in shared memory.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -80,6 +80,7 @@ class GeneralKernelConfig(WgmmaConfig):
     varlen: bool = flag(
         "varlen", "sequences of various lengths, one after the other", default=False
     )
+    Q_slots: int = number("Q", "tiles of Q in shared memory, later of O", default=2)
 
     @property
     def v_columns(self) -> int:
@@ -91,10 +92,19 @@ class GeneralKernelConfig(WgmmaConfig):
         """Thread blocks of a cluster."""
         return self.cluster
 
+    @property
+    def tiles_of_Q(self) -> int:
+        """Tiles of Q in shared memory."""
+        return self.Q_slots
+
     most_consumers: ClassVar[int] = 4
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
+        if self.Q_slots < 2:
+            raise ValueError(
+                f"Q_slots {self.Q_slots}: the next tile begins before this one ends: use 2 or more"
+            )
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster {self.cluster} is neither 1 nor 2 thread blocks: choose one")
         if self.varlen and self.cluster > 1:
@@ -185,7 +195,7 @@ def _file(number: int) -> str:
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
-    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False, "softcap": False, "varlen": False}
+    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False, "softcap": False, "varlen": False, "Q_slots": 2}
 )
 
 
@@ -195,7 +205,7 @@ def _tile(
     return MappingProxyType(
         {
             **{"B_r": B_r, "B_c": B_c, "K_slots": K_slots, "V_slots": V_slots},
-            **{"ping_pong": ping_pong, "cluster": cluster},
+            **{"ping_pong": ping_pong, "cluster": cluster, "Q_slots": 2},
         }
     )
 
@@ -216,6 +226,7 @@ TILES: Mapping[tuple[int, int], Mapping[str, Any]] = MappingProxyType(
 _LISTED: tuple[tuple[Element, Mapping[str, Any]], ...] = (
     (Element.BF16, {"cluster": 1}),
     (Element.FP16, {"cluster": 1, "causal": True}),
+    (Element.BF16, {"cluster": 1, "B_c": 80, "K_slots": 3, "V_slots": 3, "Q_slots": 3}),
     (Element.BF16, {"cluster": 1, "varlen": True}),
     (Element.FP16, {"cluster": 1, "causal": True, "varlen": True}),
     (Element.BF16, {"cluster": 1, "window": True}),
@@ -301,6 +312,12 @@ GENERAL = Family(
             "programmatic launches: a launch begins while the one before it ends",
             _file(8),
             traits=frozenset({PROGRAMMATIC}),
+        ),
+        StepEntry(
+            "q_slots",
+            "more tiles of Q: the next one need not wait until O is stored",
+            _file(9),
+            opens={"Q_slots": (2, 3)},
         ),
     ),
     targets=(TARGET,),

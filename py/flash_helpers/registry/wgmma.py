@@ -135,10 +135,15 @@ class WgmmaConfig(Config):
         return self.consumers * WARPGROUP // gpu.WARP
 
     @property
+    def tiles_of_Q(self) -> int:
+        """Tiles of Q in shared memory."""
+        return 2 if Q_TWICE in self.step.traits else 1
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block in bytes: the slots of Q, K and V, in the first step a
         tile of P, and the barriers."""
-        rows = (2 if Q_TWICE in self.step.traits else 1) * self.B_r + self.K_slots * self.B_c
+        rows = self.tiles_of_Q * self.B_r + self.K_slots * self.B_c
         QK, V = rows * _in_pieces(self.d_head), self.V_slots * self.B_c * _in_pieces(self.v_columns)
         P = 0 if P_IN_REGISTERS in self.step.traits else self.B_r * self.B_c
         return (QK + V + P) * ELEMENT_BYTES + BARRIER_BYTES
@@ -361,6 +366,7 @@ class WgmmaConfig(Config):
         for name in ("K_slots", "V_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
+        self._check_barriers()
         limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
         if self.smem_bytes > limit:
             raise ValueError(
@@ -377,6 +383,19 @@ class WgmmaConfig(Config):
             raise ValueError(
                 f"B_c {self.B_c} with {self.consumers} warpgroups needs {registers} registers per "
                 f"thread for O, S and P, of {most}: lower B_c or B_r"
+            )
+
+
+    def _check_barriers(self) -> None:
+        """Raises ValueError for more slots than the place of the barriers has room for: two of 8
+        bytes for each slot, and 16 bytes for the place of a tile in each slot of Q."""
+        slots = self.tiles_of_Q + self.K_slots + self.V_slots
+        needed = CHUNK_BYTES * (slots + self.tiles_of_Q)
+        if needed > BARRIER_BYTES:
+            raise ValueError(
+                f"{self.tiles_of_Q} slots of Q, {self.K_slots} of K and {self.V_slots} of V need "
+                f"{needed} bytes for their barriers, over the limit {BARRIER_BYTES}: lower one of "
+                "them"
             )
 
 

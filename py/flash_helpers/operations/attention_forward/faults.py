@@ -403,6 +403,10 @@ FAULTS = {
         "g8", BF16, PROLOGUE, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
         "copy(tensor, place",
     ),
+    "g9: a slot of Q is empty when half of the warps have stored O": Fault(
+        "g9", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "8;"), nth(1), MbarrierError,
+        "cluster_barrier_arrive(in_block(stored_empty, 0))",
+    ),
 }  # fmt: skip
 
 
