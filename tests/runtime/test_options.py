@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from general_hopper import WITH_CAUSAL, GeneralConfig, general
 from torch._subclasses import FakeTensorMode
 
 import flash_attention
 from flash_attention import _forward
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward.inputs import draw
 from flash_helpers.operations.attention_forward.reference import reference
 from flash_helpers.operations.attention_forward.supports import ABILITIES
+from flash_helpers.registry.general import GENERAL, GeneralKernelConfig
 from flash_helpers.runtime import call, library, saved_calls
 from flash_helpers.tune import best
 
-PLAIN, CAUSAL = general(WITH_CAUSAL), general(WITH_CAUSAL, causal=True)
+PLAIN = GENERAL.progression()[-1].replace(dtype=Element.BF16)  # whose arguments have all options
+CAUSAL = PLAIN.replace(causal=True)
 SIZES = {"batch": 1, "heads": 2, "len_q": 3, "len_k": 5, "kv_heads": 1, "d_v": 64}
 WINDOW = {"window_left": 2, "window_right": 1}
 CASES = [WINDOW, {"softcap": 1.5}, {"sinks": True}, {**WINDOW, "softcap": 0.5, "sinks": True}, {}]
@@ -33,7 +34,7 @@ def ran(monkeypatch) -> list[AttentionForward]:
     """The problems that ran, in order. attention() knows two configs, which take everything with a
     d_v of 64."""
     problems: list[AttentionForward] = []
-    declared = GeneralConfig.supports
+    declared = GeneralKernelConfig.supports
 
     def supports(config: Config) -> Any:
         every = frozenset(ABILITIES)
@@ -45,7 +46,7 @@ def ran(monkeypatch) -> list[AttentionForward]:
         for name, output in ready.outputs.items():
             output.copy_(found[name])
 
-    monkeypatch.setattr(GeneralConfig, "supports", property(supports))
+    monkeypatch.setattr(GeneralKernelConfig, "supports", property(supports))
     by_name = {config.short_form(): config for config in (PLAIN, CAUSAL)}
     monkeypatch.setattr(library, "resolve", lambda c: by_name.get(c, c))
     monkeypatch.setattr(_forward, "resolve", lambda c: by_name.get(c, c))
@@ -215,7 +216,7 @@ def test_fake_tensors_have_the_head_size_of_v():
 
 def test_run_takes_options_of_the_problem_alone(ran):
     q, k, v = (draw("normal", posed(False, {}))[name] for name in "qkv")
-    with pytest.raises(ValueError, match=re.escape("causal is not supported by h")):
+    with pytest.raises(ValueError, match=re.escape("causal is not supported by g")):
         flash_attention.run(PLAIN, q, k, v, causal=True)
     for options, message in (
         ({"window_left": "3"}, "window_left is '3': pass a whole number"),
