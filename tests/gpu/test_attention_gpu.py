@@ -9,11 +9,8 @@ import pytest
 import torch
 from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
 
-from flash_attention import attention, best_config, forward, forward_timed
-from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, Element
-from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.problems import default_shape
-from flash_helpers.registry.choice import preferred_steps
+from flash_attention import attention, forward, forward_timed
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.runtime import call
 from flash_helpers.tune.best import choose_config
 
@@ -29,10 +26,6 @@ SHAPES = (
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def newest_step(device: torch.device) -> str:
-    return preferred_steps(OPERATION, torch.cuda.get_device_capability(device))[0].id
-
-
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_output_is_right(shape: AttentionForward, dtype: torch.dtype, problem) -> None:
@@ -40,20 +33,6 @@ def test_the_output_is_right(shape: AttentionForward, dtype: torch.dtype, proble
     output = attention(*case.inputs)
     assert output.is_contiguous()
     case.check(output)
-
-
-@pytest.mark.parametrize("dtype", (Element.FP16, Element.BF16))
-def test_the_choice_is_the_best_of_the_newest_family_that_takes_the_problem(
-    dtype: Element, cuda_device: torch.device
-) -> None:
-    step = newest_step(cuda_device)
-    for seq_len in (512, 4096, 16384):
-        large = default_shape(seq_len).in_dtype(dtype)
-        wanted = best_config(step, dtype, cuda_device, seq_len=seq_len)
-        assert choose_config(large, cuda_device) == wanted
-    v16 = FAMILIES["ampere"].fixed_config(STEPS["v16"], dtype)
-    small = AttentionForward(1, 16, v16.supports.whole, dtype=dtype)
-    assert not choose_config(small, cuda_device).refusal(small)
 
 
 def test_the_result_is_that_of_forward_with_the_chosen_config(cuda_device, problem) -> None:
