@@ -195,7 +195,15 @@ def _file(number: int) -> str:
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
-    {**_PARENT.options, "cluster": 2, "d_v": 0, "window": False, "softcap": False, "varlen": False, "Q_slots": 2}
+    {
+        **_PARENT.options,
+        "cluster": 2,
+        "d_v": 0,
+        "window": False,
+        "softcap": False,
+        "varlen": False,
+        "Q_slots": 2,
+    }
 )
 
 

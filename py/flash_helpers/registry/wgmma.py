@@ -385,7 +385,6 @@ class WgmmaConfig(Config):
                 f"thread for O, S and P, of {most}: lower B_c or B_r"
             )
 
-
     def _check_barriers(self) -> None:
         """Raises ValueError for more slots than the place of the barriers has room for: two of 8
         bytes for each slot, and 16 bytes for the place of a tile in each slot of Q."""
