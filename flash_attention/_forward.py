@@ -438,12 +438,11 @@ def attention(
     """Compute softmax(q kᵀ · softmax_scale) v for each batch and head, by the best kernel for the
     problem.
 
-    Candidates come from the last step of each family of kernels that the device runs, the newest
-    family first. The first candidate that supports the problem is taken:
-      1. winners of sweeps on problems of about as many queries, with or without a causal mask, the
-         fastest for this problem's lengths first;
-      2. the step's fixed config;
-      3. variants of both for the mask.
+    The first kernel that supports the problem is taken, of:
+      1. those measured on the nearest problem of a grid, on this GPU or one of its compute
+         capability, the fastest expected first;
+      2. the last step of each family that the device runs, the newest family first: winners of
+         sweeps, then the step's fixed config, and variants of both for the problem's options.
     Tensors are neither padded nor copied to fit a kernel.
 
     q: (batch, len_q, heads, d_head), fp16 or bf16.

@@ -34,7 +34,6 @@ from benchmark_results import (
 )
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
-from flash_helpers.console.tables import number
 from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import (
     FAMILIES,
@@ -64,7 +63,6 @@ from flash_helpers.measure.benchmark import (
 from flash_helpers.measure.benchmark_tables import (
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
-    best_table,
     header_lines,
     lengths_table,
     loads_table,
@@ -1565,27 +1563,6 @@ def test_a_family_with_a_file_of_the_same_gpu_shows_that(repository: Path, capsy
     assert (
         "family hopper was measured on NVIDIA H200, and the other families on NVIDIA H100" in error
     )
-
-
-def test_what_attention_takes_is_shown_and_not_the_fastest_of_all() -> None:
-    newest, older = (
-        FAMILIES["hopper"].fixed_config(STEPS[step], Element.BF16) for step in ("h30", "h2")
-    )
-    made = [
-        replace(m, name=config.short_form(), samples_ms=tuple(ms * factor for ms in m.samples_ms))
-        for m in full_results().measurements
-        for config, factor in ((newest, 0.4), (older, 0.2))
-        if m.name == FLASH
-    ]
-    found = replace(full_results(), measurements=(*full_results().measurements, *made))
-    lines = best_table([found], lambda problem, device: newest).splitlines()
-    (row,) = [line for line in lines if line.startswith("| **`attention()`**")]
-    name = newest.short_form()
-    speeds = [number(found.speed(name, "bf16", n, found.loads[-1])) for n in found.sizes]
-    assert row == f"| **`attention()`** | none | {' | '.join(speeds)} |"
-    (ratios,) = [line for line in lines if "over the fastest" in line]
-    others = [found.ratio(name, BEST_OTHER, "bf16", n, found.loads[-1]) for n in found.sizes]
-    assert ratios.endswith(f"| none | {' | '.join(f'{ratio:.2f}' for ratio in others)} |")
 
 
 def test_a_check_writes_nothing(repository: Path) -> None:

@@ -13,13 +13,11 @@ from benchmark_results import BF16, STAIRS, full_results, measurement, synthetic
 from fake_backend import fake_backend
 from fake_cubin import cubin
 
-from flash_helpers.gpu import Device
-from flash_helpers.kernel_configs import Config, Element, Problem
+from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.measure import code
 from flash_helpers.measure.benchmark import contenders_for
 from flash_helpers.measure.benchmark_tables import (
     CHANGED,
-    best_table,
     header_lines,
     lengths_table,
     loads_table,
@@ -176,19 +174,6 @@ def test_tables_mark_the_rows_whose_code_has_changed_and_say_so_below(today) -> 
     )
     assert "has changed since." in first and "has changed since" not in second
     assert all(line.startswith("//") for line in first.splitlines())
-
-
-def test_what_attention_takes_is_marked_where_its_code_has_changed(today) -> None:
-    results = full_results()
-    today[V1] = NEW
-
-    def taken(problem: Problem, gpu: Device) -> Config:
-        return V1
-
-    assert CHANGED not in best_table([results], taken)
-    text = best_table([with_code(results, {V1: OLD})], taken)
-    assert marked(text) == [f"**`attention()` {DAGGER}**"]
-    assert text.count(CHANGED) == 1
 
 
 def test_unchanged_results_have_neither_dagger_nor_line(today) -> None:

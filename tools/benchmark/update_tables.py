@@ -31,7 +31,6 @@ from flash_helpers.measure.plots import (
 from flash_helpers.measure.results import (
     RESULTS,
     BenchmarkResults,
-    best_files,
     load_results,
     results_by_family,
 )
@@ -131,8 +130,7 @@ def update(arguments: argparse.Namespace) -> int:
             write_if_different(path, text)
             print(f"{path.relative_to(root)} written")
     headline = {id(found): found for found in by_family.values()}.values()
-    best = [load_results(path) for path in best_files(root)]
-    changed = [line for found in (*headline, *best) if (line := changed_line(found))]
+    changed = [line for found in headline if (line := changed_line(found))]
     for line in changed:
         print(line)
     if not stale and not plots and not changed:

@@ -22,6 +22,7 @@ from flash_helpers.compile import sources
 from flash_helpers.compile.codegen import (
     ALL_MAPS,
     BEST_PATTERN,
+    CHOICE_PATTERN,
     CONFIG_FOLDER,
     KERNEL_HEADER,
     BuiltKernel,
@@ -57,7 +58,7 @@ LOG_FOLDER = "ptxas"
 BUILT_FROM = "built_from.json"  # digest of the sources of each kernel, by name
 SOURCES = (
     *(f"{folder}/**/*.cuh" for folder in ("src/include", "previous_kernels", "kernels")),
-    f"{CONFIG_FOLDER}/{BEST_PATTERN}",
+    *(f"{CONFIG_FOLDER}/{pattern}" for pattern in (BEST_PATTERN, CHOICE_PATTERN)),
     COMPARED_COMPILERS,
 )
 MAP_FOLDER = "build/maps"

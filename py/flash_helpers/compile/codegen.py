@@ -28,6 +28,7 @@ from flash_helpers.registry.family import Family
 GENERATOR = "tools/build/generate_kernel_instantiations.py"
 CONFIG_FOLDER = "configs"  # below the root, and in the package: the fastest configs of each GPU
 BEST_PATTERN = "best_*.json"
+CHOICE_PATTERN = "choice_*.json"
 KERNEL_HEADER = "src/include/flash_attention.cuh"  # declares the record of a kernel
 ALL_MAPS = PurePosixPath("src/include/flash_kernels.cuh")  # includes the maps of all families
 

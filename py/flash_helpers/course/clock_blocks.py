@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from flash_helpers.compile.codegen import CONFIG_FOLDER
 from flash_helpers.console.tables import DASH, Table, number, percent
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, parse_step, with_parent
 from flash_helpers.course.evidence import Evidence, Published
@@ -17,7 +18,6 @@ from flash_helpers.course.stairs import OWN, has_tiles, stairs_link, tile_config
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import (
     TABLE_SEQ_LEN,
-    best_table,
     lengths_table,
     loads_table,
     main_dtype,
@@ -25,7 +25,7 @@ from flash_helpers.measure.benchmark_tables import (
     supports_table,
 )
 from flash_helpers.measure.call_overhead import CallOverhead
-from flash_helpers.measure.choice_table import choice_table
+from flash_helpers.measure.choice_table import choice_table, grid_tables
 from flash_helpers.measure.code import changed_names
 from flash_helpers.measure.plots import (
     PLOTS,
@@ -39,7 +39,6 @@ from flash_helpers.measure.results import (
     LOAD_TEXTS,
     RESULTS,
     BenchmarkResults,
-    best_files,
     interval,
     load_results,
 )
@@ -357,8 +356,9 @@ def progression_block(evidence: Evidence, arguments: Arguments) -> str:
 def best_block(evidence: Evidence, arguments: Arguments) -> str:
     """Speeds of the kernels that attention() takes, beside the libraries, by GPU."""
     from flash_helpers.tune.best import config_for  # imports torch, for which --help does not wait
+    from flash_helpers.tune.choices import load_choices
 
-    return best_table([load_results(path) for path in best_files(evidence.root)], config_for)
+    return grid_tables(load_choices(evidence.root / CONFIG_FOLDER), config_for)
 
 
 def choice_block(evidence: Evidence, arguments: Arguments) -> str:

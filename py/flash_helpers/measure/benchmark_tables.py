@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 from flash_helpers.console.tables import DASH, Table, number, percent
-from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import (
     FAMILIES,
     Config,
     Element,
-    Problem,
     config_from_short_form,
 )
 from flash_helpers.measure.code import DAGGER, changed_names
@@ -618,48 +616,6 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
         _provenance_text(results, [dtype], [load]),
     ]
     return "\n\n".join(parts)
-
-
-def best_table(
-    found: Sequence[BenchmarkResults], taken: Callable[[Problem, Device], Config]
-) -> str:
-    """Markdown of sustained speeds: the kernel that a call takes when it names none, beside the
-    libraries, one table per GPU.
-
-    found: measurements of one operation. taken: the config of such a call for a problem on a GPU.
-    """
-    tables, said = [], []
-    for gpu in dict.fromkeys(results.provenance.gpu for results in found):
-        own = sorted((r for r in found if r.provenance.gpu == gpu), key=_mask, reverse=True)
-        marks = _Marks(*own)
-        rows = [row for results in own for row in _taken_rows(results, taken, marks)]
-        title = f"{gpu}: {unit(own[0])}"
-        tables += [Table([title, "mask", *_length_titles(own[0])], rows, "ll").markdown()]
-        tables += marks.line
-        said.append(_provenance_text(own[0], [main_dtype(own[0])], own[0].loads[-1:]))
-    summary = '<details markdown="1">\n<summary>How it was measured</summary>'
-    return "\n\n".join([*tables, summary, *said, "</details>"])
-
-
-def _mask(results: BenchmarkResults) -> str:
-    return "causal" if getattr(results.measurements[0].asked, "causal", False) else "none"
-
-
-def _taken_rows(
-    results: BenchmarkResults, taken: Callable[[Problem, Device], Config], marks: _Marks
-) -> Iterator[list[str]]:
-    dtype, load = main_dtype(results), results.loads[-1]
-    problems, mask = {m.size: m.asked for m in results.measurements}, _mask(results)
-    names = {n: taken(problems[n], results.provenance.device).short_form() for n in results.sizes}
-
-    def speeds(name_at: Mapping[int, str]) -> list[str]:
-        return [number(results.speed(name_at[n], dtype, n, load)) for n in results.sizes]
-
-    yield [f"**{marks('`attention()`', *names.values())}**", mask, *speeds(names)]
-    for library, title in _libraries(results, dtype):
-        yield [title, mask, *speeds(dict.fromkeys(results.sizes, library))]
-    ratios = [_ratio_cell(results, (names[n], BEST_OTHER, dtype, n, load)) for n in results.sizes]
-    yield ["`attention()` over the fastest of the others, median of rounds", mask, *ratios]
 
 
 def loads_table(results: BenchmarkResults) -> str:

@@ -1,8 +1,8 @@
-"""The table of the steps that `attention()` takes, by head size, option and device."""
+"""Tables of `attention()`: the steps that it takes, and its speed on the grid of problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +10,8 @@ from flash_helpers.console.tables import Table
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.grid import GROUPS
+from flash_helpers.tune.choices import Choices, MeasuredProblem
 
 REFUSED = "refused"
 
@@ -68,3 +70,58 @@ def _taken(choose: Choose, d_head: int, d_v: int, gpu: Device | None) -> str:
     if len(by_step) == 1:
         return f"all: {step}"
     return "; ".join(f"{', '.join(names)}: {step}" for step, names in by_step.items())
+
+
+def grid_tables(found: Sequence[Choices], choose: Choose) -> str:
+    """Markdown of the speed of what `choose` takes beside the libraries: the first group of the
+    grid, and the others folded."""
+    first, *others = GROUPS
+    parts = []
+    for file in found:
+        of_group = {group: [m for m in file.problems if m.group == group] for group in GROUPS}
+        parts.append(_grid_table(file, of_group[first], choose))
+        parts.append('<details markdown="1">\n<summary>Other problems</summary>')
+        parts += [_grid_table(file, of_group[group], choose) for group in others if of_group[group]]
+        parts += ["</details>", _how(file)]
+    return "\n\n".join(parts)
+
+
+def _grid_table(file: Choices, problems: Sequence[MeasuredProblem], choose: Choose) -> str:
+    libraries = {name: OPERATION.short_name(name) for m in problems for name in m.libraries}
+    rows = []
+    for measured in problems:
+        config = choose(measured.asked, file.provenance.device)
+        ms = measured.kernels[config.short_form()]
+        others = [measured.libraries.get(name) for name in libraries]
+        ratio = min(measured.libraries.values()) / ms if measured.libraries else None
+        rows.append(
+            [
+                str(measured.asked),
+                config.step.id,
+                *(_speed(measured, time) for time in (ms, *others)),
+                f"{ratio:.2f}" if ratio else "",
+            ]
+        )
+    unit = OPERATION.metric.unit
+    header = ["problem", "step", f"`attention()`, {unit}", *libraries.values(), "ratio"]
+    return Table(header, rows, "ll").markdown()
+
+
+def _speed(measured: MeasuredProblem, ms: float | None) -> str:
+    if ms is None:
+        return ""
+    return f"{OPERATION.metric.speed(measured.asked, ms):.0f}"
+
+
+def _how(file: Choices) -> str:
+    """The machine and the protocol in a folded paragraph."""
+    load, measured = file.protocol.loads[0], file.provenance
+    packages = ", ".join(f"{package.name} {package.version}" for package in file.libraries)
+    text = (
+        f"The ratio is that to the fastest library. Medians of {file.protocol.rounds} samples of "
+        f"{load.sample_ms:g} ms, in turns without a pause, replayed from CUDA graphs. Kernels that "
+        "are a few percent apart change places from run to run. "
+    )
+    software = (f"PyTorch {measured.torch}", f"cuDNN {measured.cudnn}", packages)
+    summary = '<details markdown="1">\n<summary>How it was measured</summary>'
+    return f"{summary}\n\n{text}{measured.sentence(*software)}\n\n</details>"

@@ -842,12 +842,6 @@ def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, Benchm
     return found
 
 
-def best_files(root: Path) -> list[Path]:
-    """Files of the repository with the speeds of calls that name no kernel, FAMILY_best_*.json, by
-    GPU."""
-    return sorted((root / RESULTS).parent.glob("*_best_*.json"))
-
-
 def refuse_another_gpu(path: Path, gpu: str) -> None:
     """Raise ValueError if the file holds results of another GPU, or no results. An absent file
     passes.

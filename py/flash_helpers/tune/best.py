@@ -1,7 +1,8 @@
 """best_config(): the fastest config that a sweep found for a GPU; choose_config(): the config
 for a problem.
 
-Winners come from the files configs/best_*.json of the repository.
+Winners come from the files configs/best_*.json of the repository, measured choices from
+configs/choice_*.json.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flash_helpers.registry.choice import first_that_takes, preferred_steps
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, variant_for
 from flash_helpers.runtime import library, tensors
+from flash_helpers.tune.choices import load_choices
 from flash_helpers.tune.winners import BestConfig, BestConfigs, load_best
 
 
@@ -80,13 +82,15 @@ def best_config(
 def choose_config(problem: Problem, device: torch.device) -> Config:
     """Return the listed config that computes a problem on a device when the call names none.
 
-    Candidates come from the last step of each family that runs on the device, the newest family
-    first. The result is the first of these that supports the problem:
-      1. winners of the steps' sweeps for such problems, of a family the fastest for this problem
-         first (`BestConfig.for_problem`), and their variants (`Config.variants`);
-      2. the steps' fixed configs and their variants. So a family that no sweep has measured is
-         taken where no winner of another supports the problem.
-    Variants need not be listed: what the library lacks is compiled.
+    The result is the first of these that supports the problem:
+      1. configs that were measured on the nearest problem of a grid, on a GPU of this name or else
+         on another of its compute capability, the fastest expected first (`Choices.ranked`);
+      2. of the last step of each family that runs on the device, the newest family first: winners
+         of its sweeps for such problems, of a family the fastest for this problem first
+         (`BestConfig.for_problem`), and their variants (`Config.variants`);
+      3. the fixed configs of these steps and their variants. So a family that was never measured is
+         taken where no measured config of another supports the problem.
+    What the library lacks is compiled.
     If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 
     Raises ValueError, with the nearest supported problem, if no config supports it. Raises
@@ -130,13 +134,25 @@ def _candidates(problem: Problem, gpu: Device | None) -> tuple[Config, ...]:
             measured |= _variants(
                 c for c in (_succeeded(w, swept, step) for w in best) if c in listed
             )
-    found = measured | others
+    found = _from_grid(problem, gpu) | measured | others
     if not found:
         raise RuntimeError(
             f"there is no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short}: "
             "`python -m flash_attention` lists the kernels"
         )
     return tuple(found)
+
+
+def _from_grid(problem: Problem, gpu: Device | None) -> dict[Config, None]:
+    """The configs measured on the nearest problem, the fastest expected first; none for the
+    CPU."""
+    if gpu is None:
+        return {}
+    capability = ".".join(map(str, gpu.capability))
+    files = load_choices(sources_root(package_folder()) / CONFIG_FOLDER)
+    own = [file for file in files if file.provenance.compute_capability == capability]
+    own.sort(key=lambda file: file.provenance.gpu != gpu.name)
+    return dict.fromkeys(config for file in own for config in file.ranked(problem, gpu))
 
 
 def _variants(configs: Iterable[Config]) -> dict[Config, None]:

@@ -1,0 +1,125 @@
+"""The choice of a kernel from times on a grid of problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flash_helpers.compile.codegen import CONFIG_FOLDER
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Element
+from flash_helpers.measure.choice_table import grid_tables
+from flash_helpers.measure.results import Protocol
+from flash_helpers.operations.attention_forward.grid import GROUPS, distance
+from flash_helpers.tune.best import config_for
+from flash_helpers.tune.choices import Choices, MeasuredProblem, competitors, load_choices
+
+FILES = load_choices(Path(__file__).resolve().parents[2] / CONFIG_FOLDER)
+H100 = largest_device(90)
+MOST_BEHIND = 0.02
+SHORT = AttentionForward(64, 12, 77)
+LONG = AttentionForward(4, 16, 16384)
+GENERAL, HOPPER = FAMILIES["general"], FAMILIES["hopper"]
+
+
+@pytest.fixture
+def measured() -> Choices:
+    """A narrow tile is the fastest on short problems, and a step of family hopper on long ones."""
+    general = [c for c in competitors(SHORT) if c.family is GENERAL]
+    narrow, wide = general[4], general[0]
+    hopper = next(c for c in competitors(LONG) if c.family is HOPPER)
+    times = {SHORT: {narrow: 1.0, wide: 1.01}, LONG: {narrow: 9.0, hopper: 8.0}}
+    rows = (
+        MeasuredProblem(
+            *("usual", problem.record(), {c.short_form(): ms for c, ms in own.items()}),
+            *({"fa3": 2.0}, 1700.0, {}),
+        )
+        for problem, own in times.items()
+    )
+    return replace(FILES[0], protocol=Protocol(), problems=tuple(rows))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.provenance.gpu)
+def test_what_is_taken_is_hardly_behind_the_fastest_anywhere_on_the_grid(file) -> None:
+    asked = [problem for group in GROUPS.values() for problem in group]
+    assert {measured.asked for measured in file.problems} <= {*asked}
+    device = file.provenance.device
+    behind = {m.asked: m.behind(config_for(m.asked, device)) for m in file.problems}
+    assert {problem: by for problem, by in behind.items() if not by <= MOST_BEHIND} == {}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_competes_takes_the_problem(group) -> None:
+    for problem in GROUPS[group]:
+        found = competitors(problem)
+        assert len(found) > 1 and len({*found}) == len(found)
+        assert not any(config.refusal(problem) for config in found)
+
+
+def test_the_nearest_problem_gives_the_order(measured) -> None:
+    short, _ = measured.problems
+    assert measured.ranked(SHORT, H100) == [*short.configs]
+    assert measured.ranked(replace(SHORT, heads=16, kv_heads=16), H100) == [*short.configs]
+    longer = AttentionForward(2, 16, 20000)
+    assert [config.family for config in measured.ranked(longer, H100)] == [HOPPER, GENERAL]
+    assert measured.without(LONG).problems == (short,)
+
+
+def test_a_config_stands_for_the_one_of_its_tile_that_takes_the_problem(measured) -> None:
+    asked = AttentionForward(64, 12, 77, dtype=Element.FP16, sinks=True, window_left=10)
+    found = measured.ranked(asked, H100)
+    own = [*measured.problems[0].configs]
+    assert [(c.B_r, c.B_c, c.Q_slots) for c in found] == [(c.B_r, c.B_c, c.Q_slots) for c in own]
+    assert not any(config.refusal(asked) for config in found)
+
+
+def test_times_grow_with_the_work(measured) -> None:
+    short, _ = measured.problems
+    expected = short.expected(replace(SHORT, batch=640), H100)
+    for config, ms in short.configs.items():
+        assert expected[config] == pytest.approx(10 * ms, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ({"len_q": 154, "len_k": 154}, {"len_q": 300, "len_k": 300}),
+        ({"batch": 1}, {"causal": True}),
+        ({"causal": True}, {"d_head": 64, "d_v": 64}),
+    ],
+)
+def test_sizes_are_nearer_than_masks_and_these_than_head_sizes(near, far) -> None:
+    assert distance(SHORT, SHORT) == 0
+    assert distance(SHORT, replace(SHORT, **near)) < distance(SHORT, replace(SHORT, **far))
+
+
+def test_a_run_goes_on_with_the_problems_of_its_commit(measured, tmp_path) -> None:
+    path = tmp_path / "choice.json"
+    begun = replace(measured, problems=())
+    assert begun.continued(path).problems == ()
+    measured.save(path)
+    assert begun.continued(path) == measured
+    other = replace(begun, provenance=replace(begun.provenance, commit="another"))
+    assert other.continued(path).problems == ()
+    other = replace(begun, provenance=replace(begun.provenance, gpu="another"))
+    with pytest.raises(ValueError, match="results of two GPUs are never mixed"):
+        other.continued(path)
+    again = replace(measured.problems[0], sm_mhz=1.0)
+    assert measured.updated(again).problems == (measured.problems[1], again)
+
+
+def test_a_problem_is_told_in_a_line(measured) -> None:
+    first, *_ = measured.problems[0].kernels
+    text = replace(measured.problems[0], failures={"pytorch_cudnn": "none"}).text()
+    assert text.startswith(f"{SHORT}: fa3 2.0000 ms; {first} 2.000, ")
+    assert text.endswith("; pytorch_cudnn failed: none")
+
+
+def test_the_table_has_the_speed_of_what_is_taken(measured) -> None:
+    table = grid_tables([measured], lambda problem, _: measured.ranked(problem, H100)[0])
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| {SHORT} ")]
+    speed = SHORT.operations / 1e-3 / 1e12
+    step = measured.ranked(SHORT, H100)[0].step.id
+    assert row == f"| {SHORT} | {step} | {speed:.0f} | {speed / 2:.0f} | 2.00 |"
