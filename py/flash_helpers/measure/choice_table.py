@@ -15,7 +15,7 @@ from flash_helpers.tune.choices import Choices, MeasuredProblem
 
 REFUSED = "refused"
 
-Choose = Callable[[AttentionForward, Device | None], Config]
+Choose = Callable[[Any, Device | None], Config]  # of a problem
 
 _PLACES: Mapping[str, Device | None] = MappingProxyType(
     {

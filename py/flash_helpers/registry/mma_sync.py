@@ -244,9 +244,11 @@ class MmaSyncConfig(Config):
         )
 
     def work(self, problem: AttentionForward, device: Device) -> float:
-        """Return the scores of queries and keys that are computed, in whole tiles."""
-        tiles = self.query_tiles(problem) * len(self.key_blocks(problem.len_k))
-        return problem.batch * problem.heads * tiles * self.B_r * self.B_c
+        """Return the scores of queries and keys that are computed, in whole tiles, as many on each
+        SM as on the busiest."""
+        tiles = problem.batch * problem.heads * self.query_tiles(problem)
+        tiles = -(-tiles // device.sms) * device.sms
+        return tiles * len(self.key_blocks(problem.len_k)) * self.B_r * self.B_c
 
     def most_runs(self, problem: AttentionForward, device: Device) -> int:
         """Return RUNS_PER_TILE for each block of keys, and for the code before and behind them."""

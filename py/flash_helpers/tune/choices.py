@@ -90,7 +90,7 @@ class MeasuredProblem(OfProblem):
         A measured config stands for the config of its tile that takes the problem, of the same step
         or else of the family's last. Its time grows with the work (`Config.work`).
         """
-        found = {}
+        found: dict[Config, float] = {}
         for config, ms in self.configs.items():
             taking = _taking(config, problem)
             if taking is not None:
@@ -114,7 +114,7 @@ def competitors(problem: Problem) -> list[Config]:
         step = family.steps.get(name, [*family.steps.values()][-1])
         fixed = family.fixed_config(step, problem.dtype)
         for base in fixed.variants():
-            if base.supports.sizes == {"d_head": problem.d_head, "d_v": problem.d_v}:
+            if grid.has_sizes(base, problem):
                 found.append(_taking(base.replace(**fields), problem))
                 break
     return [*dict.fromkeys(config for config in found if config)]
