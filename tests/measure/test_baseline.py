@@ -37,6 +37,7 @@ from flash_helpers.measure.origins import READERS, origins, readers_digest
 from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
+from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
@@ -112,12 +113,14 @@ class TestCommitted:
                     assert figures.loop_hmma == hmma_of_tile(config), figures
 
     def test_has_resources_that_the_tiles_and_an_sm_have(self, root) -> None:
-        """Kernels for sequences of various lengths keep a tile's place in static shared memory,
-        which is aligned like the tiles; others declare none. Those for Hopper spill nothing."""
+        """Kernels of family overlap for sequences of various lengths keep a tile's place in static
+        shared memory, which is aligned like the tiles; others declare none. Those for Hopper spill
+        nothing."""
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
                 config = config_from_short_form(figures.kernel)
-                static = 128 if getattr(config, "varlen", False) else 0
+                is_kept = config.family is OVERLAP and config.varlen
+                static = 128 if is_kept else 0
                 assert figures.smem_bytes == config.smem_bytes + static, figures
                 registers = figures.blocks_per_sm * config.n_threads * figures.registers
                 assert 0 < registers <= 64 * 1024, figures

@@ -118,7 +118,7 @@ def test_a_problem_is_told_in_a_line(measured) -> None:
 
 
 def test_the_table_has_the_speed_of_what_is_taken(measured) -> None:
-    table = grid_tables([measured], lambda problem, _: measured.ranked(problem, H100)[0])
+    table = grid_tables([measured], lambda problem, _: measured.ranked(problem, H100)[0], ["usual"])
     (row,) = [line for line in table.splitlines() if line.startswith(f"| {SHORT} ")]
     speed = SHORT.operations / 1e-3 / 1e12
     step = measured.ranked(SHORT, H100)[0].step.id

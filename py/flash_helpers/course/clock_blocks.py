@@ -358,7 +358,8 @@ def best_block(evidence: Evidence, arguments: Arguments) -> str:
     from flash_helpers.tune.best import config_for  # imports torch, for which --help does not wait
     from flash_helpers.tune.choices import load_choices
 
-    return grid_tables(load_choices(evidence.root / CONFIG_FOLDER), config_for)
+    files = load_choices(evidence.root / CONFIG_FOLDER)
+    return grid_tables(files, config_for, arguments.words)
 
 
 def choice_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -10,7 +10,6 @@ from flash_helpers.console.tables import Table
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.grid import GROUPS
 from flash_helpers.tune.choices import Choices, MeasuredProblem
 
 REFUSED = "refused"
@@ -72,17 +71,16 @@ def _taken(choose: Choose, d_head: int, d_v: int, gpu: Device | None) -> str:
     return "; ".join(f"{', '.join(names)}: {step}" for step, names in by_step.items())
 
 
-def grid_tables(found: Sequence[Choices], choose: Choose) -> str:
-    """Markdown of the speed of what `choose` takes beside the libraries: the first group of the
-    grid, and the others folded."""
-    first, *others = GROUPS
+def grid_tables(found: Sequence[Choices], choose: Choose, groups: Sequence[str]) -> str:
+    """Markdown of the speed of what `choose` takes beside the libraries, on groups of the grid: a
+    table for each group and GPU."""
     parts = []
     for file in found:
-        of_group = {group: [m for m in file.problems if m.group == group] for group in GROUPS}
-        parts.append(_grid_table(file, of_group[first], choose))
-        parts.append('<details markdown="1">\n<summary>Other problems</summary>')
-        parts += [_grid_table(file, of_group[group], choose) for group in others if of_group[group]]
-        parts += ["</details>", _how(file)]
+        for group in groups:
+            own = [measured for measured in file.problems if measured.group == group]
+            if own:
+                parts.append(_grid_table(file, own, choose))
+        parts.append(_how(file))
     return "\n\n".join(parts)
 
 

@@ -90,7 +90,7 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
          (`BestConfig.for_problem`), and their variants (`Config.variants`);
       3. the fixed configs of these steps and their variants. So a family that was never measured is
          taken where no measured config of another supports the problem.
-    What the library lacks is compiled.
+    A kernel that the library lacks is compiled.
     If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 
     Raises ValueError, with the nearest supported problem, if no config supports it. Raises

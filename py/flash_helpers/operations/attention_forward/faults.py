@@ -9,6 +9,7 @@ from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import AttentionForward, Element
 from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.ptx import (
+    AbsentBlockError,
     BarrierError,
     DeadlockError,
     LaunchOrderError,
@@ -404,7 +405,7 @@ FAULTS = {
         "copy(tensor, place",
     ),
     "g9: a slot of Q is empty when half of the warps have stored O": Fault(
-        "g9", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "8;"), nth(1), MbarrierError,
+        "g9", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "8;"), nth(1), AbsentBlockError,
         "cluster_barrier_arrive(in_block(stored_empty, 0))",
     ),
 }  # fmt: skip
