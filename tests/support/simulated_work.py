@@ -17,7 +17,8 @@ KEY = "simulated_work"
 
 class SimulatedWork:
     """A pytest plugin that counts the warp instructions of every finished simulation in the tests'
-    own processes, by family, and fails a run that goes over a family's budget.
+    own processes, by family, and fails a run that goes over a family's budget. A test's own family
+    has none.
 
     budget: the family's field that has it. Under pytest-xdist each worker hands its counts to the
     controller, which adds them up.
@@ -49,7 +50,8 @@ class SimulatedWork:
         def counted(kernel: Kernel, *args: Any, before: Run | None = None, **options: Any) -> Run:
             already = before.counters.total.instructions if before else 0
             run = launch(kernel, *args, before=before, **options)
-            if (config := find_config(run.kernel)) is not None:
+            config = find_config(run.kernel)
+            if config is not None and config.family.name in self.families:
                 self.done[config.family.name] += run.counters.total.instructions - already
             return run
 

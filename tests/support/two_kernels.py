@@ -226,5 +226,8 @@ ret;
 
 
 def toy_ptx(config: ToyConfig, function: str) -> str:
-    """The PTX of a kernel, under its name."""
-    return f"{_HEAD}\n.visible .entry {config.kernels[function]}({_BODIES[function]}"
+    """The PTX of a kernel, under the symbol of t1::function<config>."""
+    names = "".join(f"{len(name)}{name}" for name in ("t1", function))
+    argument = config.short_form()
+    symbol = f"_ZN{names}I{len(argument)}{argument}EEvv"
+    return f"{_HEAD}\n.visible .entry {symbol}({_BODIES[function]}"

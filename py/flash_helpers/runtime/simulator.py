@@ -39,7 +39,8 @@ def load_kernel(config: Config, ptx: str | Path, function: str = "") -> Kernel:
     Raises PtxSyntaxError for a text that is no complete PTX module, LaunchError if it does not hold
     the kernel.
     """
-    return load_ptx(ptx).kernel(config.kernels[function or next(iter(config.kernels))])
+    function = function or next(iter(config.kernels))
+    return load_ptx(ptx).kernel(f"{function}<{config.short_form()}>")
 
 
 def duration_text(seconds: float) -> str:
