@@ -16,7 +16,6 @@ from flash_helpers.check.faults import all_faults
 from flash_helpers.check.planting import (
     inputs_of,
     is_built_from,
-    kernel_of,
     plant,
     problem_of,
     reference_of,
@@ -26,7 +25,7 @@ from flash_helpers.check.planting import (
 from flash_helpers.check.tensors import tensors_for
 from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.ptx import Kernel
-from flash_helpers.runtime.simulator import run_kernel
+from flash_helpers.runtime.simulator import load_kernels, run_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -36,12 +35,12 @@ WRONG = [name for name, fault in FAULTS.items() if fault.error is None]
 each_fault = functools.partial(each_name, config_of=lambda name: FAULTS[name].config)
 
 
-def run(config: Config, kernel: Kernel) -> dict[str, torch.Tensor]:
-    """Return the kernel's outputs; a fault is raised."""
+def run(config: Config, kernels: dict[str, Kernel]) -> dict[str, torch.Tensor]:
+    """Return the outputs of a config's kernels; a fault is raised."""
     problem = problem_of(config)
     tensors = tensors_for(config, problem, inputs_of(config))
     device = config.family.operation.part("faults").device_of(config)
-    run_kernel(config, kernel, tensors, device=device, **problem.call_options())
+    run_kernel(config, kernels, tensors, device=device, **problem.call_options())
     return {tensor.name: tensors[tensor.name] for tensor in problem.outputs}
 
 
@@ -55,7 +54,7 @@ def passes_the_check(config: Config, outputs: dict[str, torch.Tensor]) -> bool:
 
 @each(sorted({FAULTS[name].config for name in WRONG}))
 def test_the_check_passes_the_kernel_without_the_fault(config):
-    assert passes_the_check(config, run(config, kernel_of(config)))
+    assert passes_the_check(config, run(config, load_kernels(config)))
 
 
 @each_fault(WATCHED)
@@ -63,7 +62,7 @@ def test_the_watcher_catches_the_fault_at_its_line(name, root):
     fault = FAULTS[name]
     assert is_built_from(root, fault.config), "the kernels changed: build the library again"
     with pytest.raises(fault.error) as error:
-        run(fault.config, plant(fault).kernel)
+        run(fault.config, plant(fault).kernels)
     assert error.type is fault.error
     message = str(error.value)
     assert any(fault.source in line for _, line in source_lines(message, root)), message

@@ -20,7 +20,9 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, Config, Problem
+from flash_helpers.registry.operation import Operation
 from flash_helpers.registry.selection import (
+    UsageError,
     add_kernel_arguments,
     add_problem_options,
     asked_problem,
@@ -52,9 +54,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "Launch each chosen kernel --repeat times on one input, and wait for the end.", EXAMPLES
     )
     add_kernel_arguments(parser)
-    libraries = [name for operation in OPERATIONS.values() for name in operation.libraries]
+    libraries = {name: o for o in OPERATIONS.values() for name in o.libraries}
     parser.add_argument(
         "--library", choices=libraries, help="launch a library instead of the kernels"
+    )
+    parser.add_argument(
+        "--operation", choices=OPERATIONS, help="of the library (default: the first that it has)"
     )
     add_problem_options(parser)
     parser.add_argument(
@@ -88,6 +93,17 @@ def chosen(arguments: argparse.Namespace, backend: Backend) -> list[tuple[Config
     return found
 
 
+def _operation_of(arguments: argparse.Namespace) -> Operation:
+    """Return the operation of the library asked for. Raises UsageError if it does not have it."""
+    having = {name: o for name, o in OPERATIONS.items() if arguments.library in o.libraries}
+    name = arguments.operation or next(iter(having))
+    if name not in having:
+        raise UsageError(
+            f"--library {arguments.library} is none of {name}: it computes {', '.join(having)}"
+        )
+    return having[name]
+
+
 def launches(
     arguments: argparse.Namespace, backend: Backend
 ) -> list[tuple[Problem, Callable[[dict[str, Any]], object]]]:
@@ -100,7 +116,7 @@ def launches(
             (problem, partial(_execute, backend, config, problem))
             for config, problem in chosen(arguments, backend)
         ]
-    operation = next(o for o in OPERATIONS.values() if arguments.library in o.libraries)
+    operation = _operation_of(arguments)
     require_options_of(arguments, [operation.name])
     problem = asked_problem(arguments, operation.small)
     baselines = operation.part("baselines")

@@ -71,6 +71,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         f"{name}: {o.small} instead of {o.usual}" for name, o in OPERATIONS.items()
     )
     parser.add_argument("--small", action="store_true", help=problems)
+    parser.add_argument("--operation", choices=OPERATIONS, help="(default: all operations)")
     add_kernel_arguments(
         parser,
         "the fixed and causal configs of every step, as far as they take the problem",
@@ -110,7 +111,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen_problems(arguments: argparse.Namespace, small: bool) -> dict[str, Problem]:
-    """Return the problem of each operation that the command line asks for. small: as with
+    """Return the problems that the command line asks for, by operation. small: as with
     `--small`.
 
     Raises ValueError if a size is not positive.
@@ -118,6 +119,7 @@ def chosen_problems(arguments: argparse.Namespace, small: bool) -> dict[str, Pro
     return {
         name: asked_problem(arguments, operation.small if small else operation.usual)
         for name, operation in OPERATIONS.items()
+        if arguments.operation in (None, name)
     }
 
 

@@ -21,8 +21,7 @@ from flash_helpers.kernel_configs import Config, Problem, find_config
 from flash_helpers.ptx import Lint, SimulatorError, load_ptx
 from flash_helpers.registry.config import difference_text
 from flash_helpers.runtime.backend import Backend, find_backend
-from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.simulator import load_kernel, run_kernel
+from flash_helpers.runtime.simulator import load_kernels, run_kernel
 
 
 def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
@@ -188,8 +187,9 @@ def compare_with_reference(
         outputs = run_on(backend, config, problem, inputs)
         return ComparedOutputs(problem, outputs, reference, backend.description)
     tensors = tensors_for(config, problem, inputs)
-    kernel = load_kernel(config, ptx or ptx_path(config))
     options = problem.call_options()
-    run = run_kernel(config, kernel, tensors, device=gpu, keep_going=True, **options)
+    run = run_kernel(
+        config, load_kernels(config, ptx), tensors, device=gpu, keep_going=True, **options
+    )
     outputs = {tensor.name: tensors[tensor.name] for tensor in problem.outputs}
     return ComparedOutputs(problem, outputs, reference, SIMULATOR, run.faults, run.lints)

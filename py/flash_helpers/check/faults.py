@@ -78,7 +78,8 @@ def leave(line: str) -> str:
 class Fault:
     """An edit of a step's kernel, and the way in which it is found.
 
-    step: id. instruction: regular expression of the PTX lines to edit. phase: only lines of this
+    step: id. kernel: the one of the family's kernels that is edited, by its C++ function; "" is the
+    first. instruction: regular expression of the PTX lines to edit. phase: only lines of this
     phase are edited. which: slice of these lines, in the order of their execution; None takes all.
     options: fixed by the config, such as a mask, for a config that is not its step's fixed one.
 
@@ -102,6 +103,7 @@ class Fault:
     warp: int | None = None
     rows: range | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    kernel: str = ""
 
     @property
     def config(self) -> Config:

@@ -22,7 +22,7 @@ from flash_helpers.kernel_configs import Config, Problem
 from flash_helpers.ptx import Kernel
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.simulator import load_kernel
+from flash_helpers.runtime.simulator import load_kernel, load_kernels
 
 _LINE = re.compile(r"([\w/.]+\.cuh):(\d+)")
 
@@ -50,9 +50,9 @@ def _part(config: Config) -> ModuleType:
 
 
 @functools.cache
-def kernel_of(config: Config) -> Kernel:
-    """Return the kernel of the library's PTX, without a fault."""
-    return load_kernel(config, ptx_path(config))
+def kernel_of(config: Config, function: str = "") -> Kernel:
+    """Return a kernel of a config, by its C++ function or the first, without a fault."""
+    return load_kernel(config, ptx_path(config, function), function)
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Planted:
     edits: tuple[tuple[Instruction, str, str], ...]
 
     @property
-    def kernel(self) -> Kernel:
-        """The edited kernel."""
-        return load_kernel(self.fault.config, self.ptx)
+    def kernels(self) -> dict[str, Kernel]:
+        """All kernels of the config by their names, the edited one among them."""
+        return load_kernels(self.fault.config, self.ptx)
 
 
 def plant(fault: Fault) -> Planted:
@@ -75,8 +75,8 @@ def plant(fault: Fault) -> Planted:
     Raises NotPlantedError if the PTX has no place for the fault, and OSError, RuntimeError or
     PtxError if the PTX cannot be read.
     """
-    lines = ptx_path(fault.config).read_text().split("\n")
-    program = kernel_of(fault.config).program
+    lines = ptx_path(fault.config, fault.kernel).read_text().split("\n")
+    program = kernel_of(fault.config, fault.kernel).program
     found = [
         instruction
         for instruction, block in zip(program.instructions, program.block_of, strict=True)

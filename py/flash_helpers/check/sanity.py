@@ -130,12 +130,19 @@ def make_request(
     """Choose the configs to check: by default, the configs of the progression and their
     causal variants, as far as they take the problem.
 
-    problems: by operation. Raises UsageError if a selector names no listed config, if no config of
-    a chosen step takes the problem, and if no config at all does.
+    problems: by operation; kernels of other operations are left out. Raises UsageError if a
+    selector names no listed config, if no config of a chosen step takes the problem, and if no
+    config at all does.
     """
     progression = get_kernel_progression_configs()
     chosen = select_kernels(backend.kernels, selectors, dtypes, default=_with_masks(progression))
     operations = {c: c.family.operation for c in chosen}
+    chosen = [c for c in chosen if operations[c].name in problems]
+    if not chosen:
+        raise UsageError(
+            f"--kernel {' '.join(selectors)} names no kernel of {', '.join(problems)}: leave out "
+            "--operation, or choose others"
+        )
     chosen = [c for c in chosen if distribution in operations[c].distributions]
     if not chosen:
         raise UsageError(f"inputs {distribution!r} belong to another operation: choose others")

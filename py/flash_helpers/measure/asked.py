@@ -24,17 +24,20 @@ _SEVERAL = "_several"  # behind a field's name: its values, where an option take
 def add_measured_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of the operations' problems; those that benchmarks vary take
     several values."""
-    swept = {operation.swept: operation for operation in OPERATIONS.values()}
+    swept: dict[str, list[Operation]] = {}
+    for operation in OPERATIONS.values():
+        swept.setdefault(operation.swept, []).append(operation)
     names = {f.name for o in OPERATIONS.values() for f in fields(o.problem) if "help" in f.metadata}
-    for name, operation in swept.items():
+    for name, operations in swept.items():
+        first = operations[0]
+        usual = "; ".join(f"{o.name}: {' '.join(map(str, o.measured_at))}" for o in operations)
         parser.add_argument(
-            swept_option(operation),
+            swept_option(first),
             dest=name + _SEVERAL,
             nargs="+",
             type=positive,
             metavar="N",
-            help=f"{operation.size_field.metadata['help']} ({operation.name}; default: "
-            f"{' '.join(map(str, operation.measured_at))})",
+            help=f"{first.size_field.metadata['help']} (default: {usual})",
         )
     add_problem_options(parser, *sorted(names - swept.keys()))
 

@@ -43,6 +43,24 @@ def load_kernel(config: Config, ptx: str | Path, function: str = "") -> Kernel:
     return load_ptx(ptx).kernel(f"{function}<{config.short_form()}>")
 
 
+def load_kernels(config: Config, ptx: str | Path | None = None) -> dict[str, Kernel]:
+    """Return all kernels of a config by their names: those that `ptx` holds from there, the others
+    from the config's own PTX.
+
+    `ptx`: text or path of a module. Raises as `load_kernel` does, LaunchError also if the module
+    holds none of the kernels, and BuildError if a kernel does not compile.
+    """
+    given = load_ptx(ptx) if ptx is not None else None
+    if given is not None and not {*given.kernels} & {*config.kernels.values()}:
+        return {name: given.kernel(name) for name in config.kernels.values()}  # which raises
+    return {
+        name: given.kernel(name)
+        if given is not None and name in given.kernels
+        else _read_kernel(config, ptx_path(config, function), function)
+        for function, name in config.kernels.items()
+    }
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration in the unit that suits it: "40 s", "3 min", "14 h"."""
     if seconds < 90:
@@ -182,10 +200,7 @@ def run_shipped(
     Raises BuildError if a kernel does not compile, RuntimeError if the PTX cannot be read, and the
     errors of `run_kernel`.
     """
-    kernels = {
-        name: _read_kernel(config, ptx_path(config, function), function)
-        for function, name in config.kernels.items()
-    }
+    kernels = load_kernels(config)
     problem = problem_for(config, tensors, **options)
     with _announced(config, problem) as progress:
         return run_kernel(

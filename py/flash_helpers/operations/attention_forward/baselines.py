@@ -116,7 +116,9 @@ def _by_package(
         return module.flash_attn_func(q, k, v, **options)
     begins = [tensors[f"cu_seqlens_{name}"] for name in "qk"]
     tokens = (x[0] for x in (q, k, v))
-    return module.flash_attn_varlen_func(*tokens, *begins, *map(_longest, begins), **options)[None]
+    return module.flash_attn_varlen_func(*tokens, *begins, *map(longest_of, begins), **options)[
+        None
+    ]
 
 
 def _by_flash_operator(
@@ -127,7 +129,7 @@ def _by_flash_operator(
     longest = [problem.len_q, problem.len_k]
     if problem.sequences:
         given = [tensors[f"cu_seqlens_{name}"] for name in "qk"]
-        tokens, begins, longest = [x[0] for x in tokens], [*given], [*map(_longest, given)]
+        tokens, begins, longest = [x[0] for x in tokens], [*given], [*map(longest_of, given)]
     output, *_ = torch.ops.aten._flash_attention_forward(
         *(*tokens, *begins, *longest, 0.0, problem.causal, False),
         scale=_scale(problem),
@@ -140,7 +142,7 @@ def _by_flash_operator(
 _LONGEST: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
 
-def _longest(begins: torch.Tensor) -> int:
+def longest_of(begins: torch.Tensor) -> int:
     """Return the length of the longest sequence. It is kept, since reading it waits for the device,
     which a graph's capture cannot do."""
     if begins not in _LONGEST:

@@ -360,14 +360,14 @@ class AttentionForward(Problem):
                 (self.batch, self.heads, self.len_q),
                 Element.FP32,
                 Role.OUT if self.return_lse else Role.OPTIONAL,
-                self.axes["lse"],
+                AttentionForward.axes["lse"],
             ),
             Tensor(
                 "sinks",
                 (self.heads,),
                 self.dtype,
                 Role.IN if self.sinks else Role.OPTIONAL,
-                self.axes["sinks"],
+                AttentionForward.axes["sinks"],
             ),
             *(
                 Tensor(
@@ -375,7 +375,7 @@ class AttentionForward(Problem):
                     (self.sequences + 1,),
                     Element.INT32,
                     Role.IN if self.sequences else Role.OPTIONAL,
-                    self.axes[name],
+                    AttentionForward.axes[name],
                 )
                 for name in ("cu_seqlens_q", "cu_seqlens_k")
             ),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,25 @@ def _attend(
     P = torch.softmax(S, dim=-1)
     # the largest of P belongs to the largest of S: exp(max S) / sum_j exp(S_j)
     return P[..., :keys] @ V, S.amax(-1) - P.amax(-1).log()
+
+
+def hidden_keys(
+    query: torch.Tensor, len_q: int, len_k: int, behind: int | None, before: int | None
+) -> torch.Tensor | None:
+    """Return (queries, keys), True where a query does not see a key; None if each sees all.
+
+    `query`: numbers of queries. `behind`, `before`: most keys behind the query's own and before it
+    that it sees; None is no limit.
+    """
+    if behind is None and before is None:
+        return None
+    ahead = torch.arange(len_k, device=query.device) - (query[:, None] + len_k - len_q)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if behind is not None:
+        hidden |= ahead > behind
+    if before is not None:
+        hidden |= ahead < -before
+    return hidden
 
 
 def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
@@ -115,28 +134,19 @@ def _attention(
     sequences_at_once = max(1, max_scores // (rows_at_once * len_k))
     # those before it see no key
     first_row = 0 if behind is None else group * max(0, len_q - len_k - behind)
-    key = torch.arange(len_k, device=q.device)
-    hidden = None
     for first in range(0, n_sequences, sequences_at_once):
         some = slice(first, first + sequences_at_once)
         K_T, V_some = K[some].to(dtype).mT, V[some].to(dtype)
         for row in range(first_row, n_rows, rows_at_once):
             rows = slice(row, min(row + rows_at_once, n_rows))
-            if behind is not None or window_left is not None:
-                query = torch.arange(rows.start, rows.stop, device=q.device) // group
-                ahead = key - (query[:, None] + len_k - len_q)  # of the query's own key
-                hidden = torch.zeros_like(ahead, dtype=torch.bool)
-                if behind is not None:
-                    hidden |= ahead > behind
-                if window_left is not None:
-                    hidden |= ahead < -window_left
+            query = torch.arange(rows.start, rows.stop, device=q.device) // group
             output[some, rows], lse[some, rows] = _attend(
                 Q[some, rows].to(dtype),
                 K_T,
                 V_some,
                 scale=_scale(q, softmax_scale),
                 softcap=softcap,
-                hidden=hidden,
+                hidden=hidden_keys(query, len_q, len_k, behind, window_left),
                 sink=None if sinks is None else lse[some, rows],
             )
     return (
@@ -180,7 +190,7 @@ def _largest_logit(q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None
     return abs(_scale(q, softmax_scale)) * largest_q * largest_k
 
 
-def _tanh_error(
+def tanh_error(
     q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None, softcap: float
 ) -> float:
     """Largest error of a capped logit by tanh.approx. Its relative error is below 2^-16 for every
@@ -220,7 +230,7 @@ def lse_bound(
     A' is A without options. With a softcap A' is the smaller of A and softcap, and these are added:
 
         3 A                  the factor scale / softcap and two products; tanh raises no error
-        2^8 A'               tanh.approx (`_tanh_error`)
+        2^8 A'               tanh.approx (`tanh_error`)
 
     With sinks A' is the largest finite one if that is larger, and l has one more addition.
 
@@ -232,7 +242,7 @@ def lse_bound(
 
     `q`, `k`: as in `attention_float64`.
     """
-    A, of_tanh = _largest_logit(q, k, softmax_scale), _tanh_error(q, k, softmax_scale, softcap)
+    A, of_tanh = _largest_logit(q, k, softmax_scale), tanh_error(q, k, softmax_scale, softcap)
     len_k, d_head = k.shape[1], k.shape[3]
     units, logits = 3 * d_head * A, A
     if softcap:
@@ -265,46 +275,76 @@ def attention_reference(
     scale, softcap = options.get("softmax_scale"), options.get("softcap", 0.0)
     bound = OutputError(
         max_abs=2 * plain.max_abs + half_ulp(largest, q.dtype),
-        relative=relative_bound(q.dtype) + _tanh_error(q, k, scale, softcap),
+        relative=relative_bound(q.dtype) + tanh_error(q, k, scale, softcap),
     )
     of_lse = OutputError(lse_bound(q, k, scale, softcap, options.get("sinks")), math.inf)
     return Reference({"o": expected, "lse": lse}, {"o": bound, "lse": of_lse})
 
 
-def reference(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> Reference:
-    """Return the results of a problem. Raises as `attention_reference` does."""
-    options = {"causal": problem.causal, "sinks": inputs.get("sinks"), **problem.call_options()}
-    q, k, v = (inputs[name] for name in "qkv")
+def options_of(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the options of `attention_float64` that a problem and its inputs have."""
+    return {"causal": problem.causal, "sinks": inputs.get("sinks"), **problem.call_options()}
+
+
+def sequences_of(
+    problem: AttentionForward, inputs: Mapping[str, torch.Tensor]
+) -> list[tuple[slice, slice]]:
+    """Return the rows of Q and of K that belong together, for each sequence that has both; without
+    sequences of various lengths all of them."""
     if not problem.sequences:
-        return attention_reference(q, k, v, **options)
+        return [(slice(None), slice(None))]
     begins = (inputs[f"cu_seqlens_{name}"].tolist() for name in "qk")
     own = [[slice(*both) for both in itertools.pairwise(found)] for found in begins]
-    return _reference_of_sequences(q, k, v, zip(*own, strict=True), options)
+    return [
+        (rows, keys)
+        for rows, keys in zip(*own, strict=True)
+        if rows.start < rows.stop and keys.start < keys.stop
+    ]
 
 
-def _reference_of_sequences(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: Iterable[tuple[slice, slice]],
-    options: Mapping[str, Any],
-) -> Reference:
-    """Return the results of sequences by the rows of their queries and keys, and for each output
-    the largest bound of a sequence."""
+def attention_of(
+    problem: AttentionForward, inputs: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and lse of a problem in float64."""
+    q, k, v = (inputs[name] for name in "qkv")
+    options = options_of(problem, inputs)
+    o, lse = _without_keys(q, v, options["sinks"])
+    for rows, keys in sequences_of(problem, inputs):
+        o[:, rows], lse[:, :, rows] = _attention(
+            q[:, rows], k[:, keys], v[:, keys], torch.float64, MAX_SCORES, **options
+        )
+    return o, lse
+
+
+def _without_keys(
+    q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the float64 results of queries that see no key."""
     o = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
-    lse = torch.full((1, q.shape[2], q.shape[1]), -math.inf, dtype=torch.float64, device=q.device)
-    if options["sinks"] is not None:  # the LSE of queries without keys
-        lse[:] = options["sinks"].double()[:, None]
-    bounds: dict[str, OutputError] = {}
-    for rows, keys in sequences:
-        if rows.start == rows.stop or keys.start == keys.stop:
-            continue
+    lse = torch.full(
+        (q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=o.dtype, device=q.device
+    )
+    if sinks is not None:
+        lse[:] = sinks.double()[:, None]
+    return o, lse
+
+
+def reference(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> Reference:
+    """Return the results of a problem; of sequences of various lengths each output has the largest
+    bound of a sequence. Raises as `attention_reference` does."""
+    q, k, v = (inputs[name] for name in "qkv")
+    options = options_of(problem, inputs)
+    if not problem.sequences:
+        return attention_reference(q, k, v, **options)
+    o, lse = _without_keys(q, v, options["sinks"])
+    bounds: dict[str, OutputError] = dict.fromkeys(("o", "lse"), OutputError(0.0, 0.0))
+    for rows, keys in sequences_of(problem, inputs):
         found = attention_reference(q[:, rows], k[:, keys], v[:, keys], **options)
         o[:, rows], lse[:, :, rows] = found.expected["o"], found.expected["lse"]
-        for name, bound in found.bounds.items():
-            before = bounds.get(name, bound)
-            bounds[name] = OutputError(
-                max(before.max_abs, bound.max_abs), max(before.relative, bound.relative)
-            )
-    exact = OutputError(0.0, 0.0)
-    return Reference({"o": o, "lse": lse}, {name: bounds.get(name, exact) for name in ("o", "lse")})
+        bounds = {name: larger(bounds[name], found.bounds[name]) for name in bounds}
+    return Reference({"o": o, "lse": lse}, bounds)
+
+
+def larger(one: OutputError, other: OutputError) -> OutputError:
+    """Return the larger of both numbers of two bounds."""
+    return OutputError(max(one.max_abs, other.max_abs), max(one.relative, other.relative))

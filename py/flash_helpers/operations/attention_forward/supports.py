@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from flash_helpers import gpu
 from flash_helpers.operations.attention_forward.problem import AttentionForward
@@ -133,7 +133,13 @@ class AttentionSupports:
     `causal`: whether the kernel takes causal problems, and no others. `abilities`: the ABILITIES
     that it has. `exact`: those of them, WINDOW, SOFTCAP or VARLEN, that are compiled in, so that
     the kernel takes problems that need them and no others.
+
+    `problems`: class of the problems. `of_heads`: names of the tensors (batch, seq, heads, d_head),
+    which are copied in whole chunks of elements.
     """
+
+    problems: ClassVar[type[AttentionForward]] = AttentionForward
+    of_heads: ClassVar[frozenset[str]] = frozenset("qkvo")
 
     dtype: Element
     d_heads: tuple[int, ...]
@@ -232,7 +238,7 @@ class AttentionSupports:
         """Return a problem of these sizes, with the first head size by default, the kernel's dtype,
         and the options that are compiled in."""
         sizes = (batch, heads, len_q, d_head or self.d_heads[0], self.dtype)
-        return self.adapted(AttentionForward(*sizes, len_k=len_k, **{"d_v": self.d_v, **options}))
+        return self.adapted(self.problems(*sizes, len_k=len_k, **{"d_v": self.d_v, **options}))
 
     def adapted(self, problem: AttentionForward) -> AttentionForward:
         """Return the problem with the options that are compiled into the kernel: as they are, or
@@ -281,9 +287,9 @@ class AttentionSupports:
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
         """Return the reason why a tensor cannot have these strides, with the way out; "" if it can.
-        Q, K, V and O are copied in whole chunks of elements; all others are contiguous."""
+        Tensors without a head size are contiguous."""
         name = tensor.name
-        if name not in {*"qkvo"}:
+        if name not in self.of_heads:
             if strides == tensor.strides:
                 return ""
             way_out = "pass another tensor" if tensor.is_output else "call .contiguous()"

@@ -1,0 +1,213 @@
+"""The gradients of attention in float64, and the largest errors allowed of a kernel's.
+
+Shapes, masks and logits are those of `attention_forward.reference`; `AttentionBackward` has the
+formulas. The expected gradients follow from dO, Q, K and V alone, so that an O or an LSE that does
+not belong to them shows.
+
+The bound of a gradient G, with u the unit roundoff of the dtype (2^-11 for fp16, 2^-8 for bf16), R
+the float64 result and `plain` plain PyTorch, with each operation's result rounded to the dtype:
+
+    max |G - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
+    ||G - R|| / ||R||    <=  ||A|| / ||R||
+
+The relative error cannot stay below u, as that of O does: dP - delta cancels, and with uniform rows
+or a single key per query all of dQ and dK does. A has, for each element, twice the root mean square
+of what a kernel's roundings to the dtype do to it, and u |R| for roundings that all point one way,
+as those of equal values. A kernel rounds P and dS before their products, O before it is read, and
+the gradients; the rest is float32. A rounding changes a value by a fraction of at most u, whose
+root mean square is at most r = u / sqrt(3), and independent ones add up by their squares. With
+squares element by element, t = r + c and f = t^2 + r^2 + s^2:
+
+    of dV^2   t^2 (P^T)^2 dO^2  +  r^2 dV^2
+    of dS^2   P^2 (f (dP - delta)^2  +  r^2 (dO^2 . O^2))
+    of dQ^2   softmax_scale^2 (of dS^2) K^2  +  r^2 dQ^2, and likewise of dK
+
+c and s are 0 without a softcap. With one, c is the error of the logarithm of P by the hardware's
+tanh (`attention_forward.reference`), and s = 2^-15 that of 1 - tanh^2, whose tanh is right to
+2^-16. Where ||A|| exceeds ||R||, as with a dQ of 0, the first line alone limits the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_helpers.check.errors import OutputError, Reference, half_ulp, measure_error
+from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
+from flash_helpers.operations.attention_forward.reference import (
+    MAX_SCORES,
+    hidden_keys,
+    larger,
+    options_of,
+    sequences_of,
+    tanh_error,
+)
+
+_TANH_SQUARED_ERROR = 2.0**-15
+
+
+class Gradients(NamedTuple):
+    """dQ, dK and dV, or numbers that belong to their elements."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def _by_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return (batch * kv_heads, len * group, d_head): rows that share keys lie together, and row r
+    is query r // group."""
+    return x.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def _by_head(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `_by_kv_head` in the shape of the tensor that they came from."""
+    batch, length, heads, d_head = like.shape
+    kv_heads = x.shape[0] // batch
+    return (
+        x.view(batch, kv_heads, length, heads // kv_heads, d_head)
+        .transpose(1, 2)
+        .reshape(like.shape)
+    )
+
+
+def _gradients(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dtype: torch.dtype,
+    max_scores: int = MAX_SCORES,
+    *,
+    with_allowed: bool = False,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+    sinks: None = None,
+) -> tuple[Gradients, Gradients]:
+    """The gradients, every operation's result rounded to `dtype`; and with `with_allowed` A of
+    the module."""
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    kv_heads = k.shape[2]
+    group = q.shape[2] // kv_heads
+    dO, Q = (_by_kv_head(x, kv_heads) for x in (do, q))
+    K, V = (_by_kv_head(x, kv_heads) for x in (k, v))
+    n_sequences, n_rows, _ = Q.shape
+    len_q, len_k = q.shape[1], k.shape[1]
+    dQ = torch.zeros(Q.shape, dtype=dtype, device=q.device)
+    # sums over pieces of the rows, rounded once
+    sums = torch.promote_types(dtype, torch.float32)
+    dK, dV = (torch.zeros(x.shape, dtype=sums, device=q.device) for x in (K, V))
+    of_dQ, of_dK, of_dV = (torch.zeros_like(x) for x in (dQ, dK, dV))
+    u = torch.finfo(q.dtype).eps / 2
+    r = u / math.sqrt(3)
+    of_P = r + tanh_error(q, k, softmax_scale, softcap)
+    of_factors = of_P**2 + r**2 + (_TANH_SQUARED_ERROR**2 if softcap else 0.0)
+    rows_at_once = max(1, min(n_rows, max_scores // len_k))
+    at_once = max(1, max_scores // (rows_at_once * len_k))
+    for first in range(0, n_sequences, at_once):
+        some = slice(first, first + at_once)
+        K_some, V_some = K[some].to(dtype), V[some].to(dtype)
+        for row in range(0, n_rows, rows_at_once):
+            rows = slice(row, min(row + rows_at_once, n_rows))
+            query = torch.arange(rows.start, rows.stop, device=q.device) // group
+            hidden = hidden_keys(query, len_q, len_k, 0 if causal else window_right, window_left)
+            Q_some, dO_some = Q[some, rows].to(dtype), dO[some, rows].to(dtype)
+            S = (Q_some @ K_some.mT).mul_(scale)
+            factor = None
+            if softcap:
+                capped = S.div_(softcap).tanh_()
+                factor = 1 - capped * capped
+                S = capped * softcap
+            if hidden is not None:
+                S.masked_fill_(hidden, -math.inf)
+            P = torch.softmax(S, dim=-1).nan_to_num_(nan=0.0)  # rows that see no key
+            output = P @ V_some
+            delta = (dO_some * output).sum(-1, keepdim=True)
+            difference = dO_some @ V_some.mT - delta
+            dS = P * difference
+            if factor is not None:
+                dS *= factor
+            dQ[some, rows] = (dS @ K_some).mul_(scale)
+            dK[some] += (dS.mT @ Q_some).mul_(scale)
+            dV[some] += P.mT @ dO_some
+            if with_allowed:
+                cancelled = (dO_some * output).square().sum(-1, keepdim=True)
+                of_dS = of_factors * difference.square() + r**2 * cancelled
+                of_dS *= P.square()
+                of_dQ[some, rows] = (of_dS @ K_some.square()).mul_(scale**2)
+                of_dK[some] += (of_dS.mT @ Q_some.square()).mul_(scale**2)
+                of_dV[some] += of_P**2 * (P.square().mT @ dO_some.square())
+    found = (dQ, dK, dV)
+    allowed = (
+        2 * (squares + (r * x).square()).sqrt() + u * x.abs()
+        for squares, x in zip((of_dQ, of_dK, of_dV), found, strict=True)
+    )
+    both = (
+        Gradients(*(_by_head(x.to(dtype), like) for x, like in zip(some, (q, k, v), strict=True)))
+        for some in (found, allowed)
+    )
+    return next(both), next(both)
+
+
+def gradients_float64(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> Gradients:
+    """Return dQ, dK and dV in float64.
+
+    `do`, `q`: (batch, len_q, heads, d_head). `k`, `v`: (batch, len_k, kv_heads, d_head). `options`:
+    those of `attention_forward.reference.attention_float64`, without sinks.
+    """
+    return _gradients(do, q, k, v, torch.float64, **options)[0]
+
+
+def gradients_reference(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> Reference:
+    """Return the float64 gradients, and the bounds that the module's rules give for q's dtype.
+
+    Arguments as in `gradients_float64`. Raises ValueError if plain PyTorch overflows on these
+    inputs, so that they give no bound.
+    """
+    expected, allowed = _gradients(do, q, k, v, torch.float64, with_allowed=True, **options)
+    plain, _ = _gradients(do, q, k, v, q.dtype, **options)
+    bounds = {}
+    for name in GRADIENTS:
+        right: torch.Tensor = getattr(expected, name)
+        error = measure_error(getattr(plain, name), right)
+        if not math.isfinite(error.max_abs):
+            raise ValueError(
+                f"plain PyTorch in {q.dtype} gives a non-finite {name} on these inputs, so that "
+                "they set no bound: use smaller values"
+            )
+        norm = torch.linalg.vector_norm(right).item()
+        of_all = torch.linalg.vector_norm(getattr(allowed, name)).item()
+        bounds[name] = OutputError(
+            max_abs=2 * error.max_abs + half_ulp(right.abs().max().item(), q.dtype),
+            relative=of_all / norm if of_all < norm else math.inf,
+        )
+    return Reference(expected._asdict(), bounds)
+
+
+def reference(problem: AttentionBackward, inputs: Mapping[str, torch.Tensor]) -> Reference:
+    """Return the gradients of a problem; of sequences of various lengths each has the largest bound
+    of a sequence. Raises as `gradients_reference` does."""
+    given = {name: inputs[name] for name in ("do", "q", "k", "v")}
+    options = options_of(problem, inputs)
+    expected = {
+        name: torch.zeros(given[of].shape, dtype=torch.float64, device=given[of].device)
+        for name, of in GRADIENTS.items()
+    }
+    bounds = dict.fromkeys(GRADIENTS, OutputError(0.0, 0.0))
+    for rows, keys in sequences_of(problem, inputs):
+        own = {"do": rows, "q": rows, "k": keys, "v": keys}
+        found = gradients_reference(*(given[name][:, own[name]] for name in given), **options)
+        for name, of in GRADIENTS.items():
+            expected[name][:, own[of]] = found.expected[name]
+            bounds[name] = larger(bounds[name], found.bounds[name])
+    return Reference(expected, bounds)
