@@ -80,6 +80,13 @@ def committed(root: Path) -> Baseline:
     return load_baseline(root / "benchmarks" / "resources.json")
 
 
+def kernel_named(name: str) -> tuple[Config, str]:
+    """A kernel's config and C++ function, by its name."""
+    config = config_from_short_form(name.partition("__")[0])
+    (function,) = (function for function, own in config.kernels.items() if own == name)
+    return config, function
+
+
 def hmma_of_tile(config: Config) -> int:
     """mma.m16n8k16 of a warp for a block of K and V: Q @ K^T has B_r/n_warps rows, B_c columns and
     depth d_head; P @ V has d_head columns and depth B_c, and 8 columns more where it sums rows.
@@ -96,8 +103,9 @@ def hmma_of_tile(config: Config) -> int:
 class TestCommitted:
     def test_holds_every_kernel_that_is_built_for_every_architecture(self, root) -> None:
         wanted = {
-            (config.short_form(), f"sm_{architecture}")
+            (kernel, f"sm_{architecture}")
             for config in listed_configs(root)
+            for kernel in config.kernels.values()
             for architecture in config.family.targets_for(DEFAULT_ARCHITECTURES)
         }
         figures = committed(root).figures
@@ -118,11 +126,12 @@ class TestCommitted:
         nothing."""
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
-                config = config_from_short_form(figures.kernel)
+                config, function = kernel_named(figures.kernel)
+                n_threads, smem_bytes = config.block(function)
                 is_kept = config.family is OVERLAP and config.varlen
                 static = 128 if is_kept else 0
-                assert figures.smem_bytes == config.smem_bytes + static, figures
-                registers = figures.blocks_per_sm * config.n_threads * figures.registers
+                assert figures.smem_bytes == smem_bytes + static, figures
+                registers = figures.blocks_per_sm * n_threads * figures.registers
                 assert 0 < registers <= 64 * 1024, figures
                 if figures.architecture == "sm_90a":
                     spills = figures.spill_store_bytes, figures.spill_load_bytes
@@ -132,7 +141,7 @@ class TestCommitted:
     def test_has_no_moves_between_hgmma_once_descriptors_are_uniform(self, root) -> None:
         for kernels in committed(root).figures.values():
             moves = {
-                config_from_short_form(f.kernel).step.id: f.moves_between_hgmma
+                kernel_named(f.kernel)[0].step.id: f.moves_between_hgmma
                 for f in kernels.values()
                 if f.architecture == "sm_90a"
             }

@@ -95,7 +95,7 @@ def test_a_kernel_that_is_made_from_the_same_as_the_recorded_one_is_not_compiled
     monkeypatch.setattr(code, "origins", lambda configs, architecture: made_from)
     monkeypatch.setattr(code, "codes_of", lambda configs, capability: dict.fromkeys(configs, NEW))
     figures = SimpleNamespace(code=OLD)
-    baseline = SimpleNamespace(by_origin={"as recorded": (None, figures)})
+    baseline = SimpleNamespace(by_origin={"as recorded": [(None, figures)]})
     monkeypatch.setattr(code, "load_baseline", lambda path: baseline)
     assert codes_today([V1, V2], "9.0") == {V1: OLD, V2: NEW}
 

@@ -19,7 +19,7 @@ from flash_helpers.console.progress import Progress
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config
-from flash_helpers.measure.machine_code import code_digest, own_kernels
+from flash_helpers.measure.machine_code import all_kernels, code_digest
 from flash_helpers.measure.origins import origins
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases, main_loop
@@ -34,7 +34,7 @@ BASELINE = "benchmarks/resources.json"  # of this repository
 class KernelFigures:
     """One kernel compiled for one architecture.
 
-    kernel: short form of its config. architecture: such as "sm_90".
+    kernel: its name, the short form of its config. architecture: such as "sm_90".
     registers, stack_bytes and the spilled bytes: per thread; None as in `Resources`.
     smem_bytes: static and dynamic, per thread block. blocks_per_sm: thread blocks resident at a
     time; None for an architecture whose limits are not known.
@@ -107,9 +107,13 @@ class Baseline:
         return self.figures.get(compiler, {}) if compiler.name else {}
 
     @cached_property
-    def by_origin(self) -> dict[str, tuple[Compiler, KernelFigures]]:
-        """Each kernel's compiler and figures, by what they follow from."""
-        return {f.made_from: (c, f) for c, own in self.figures.items() for f in own.values()}
+    def by_origin(self) -> dict[str, list[tuple[Compiler, KernelFigures]]]:
+        """The compiler and figures of each config's kernels, by what they follow from."""
+        found: dict[str, list[tuple[Compiler, KernelFigures]]] = {}
+        for compiler, own in self.figures.items():
+            for figures in own.values():
+                found.setdefault(figures.made_from, []).append((compiler, figures))
+        return found
 
     def nearest(self, compiler: Compiler) -> Compiler:
         """The baseline's latest compiler before this one, or else the first after it.
@@ -197,23 +201,25 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in parts]
 
 
-def figures_of(kernel: Kernel, config: Config, made_from: str) -> KernelFigures:
-    """Figures of a kernel, launched as its config says. made_from: as in `KernelFigures`."""
+def figures_of(kernel: Kernel, config: Config, function: str, made_from: str) -> KernelFigures:
+    """Figures of a kernel, launched as its config says. function: its C++ function. made_from: as
+    in `KernelFigures`."""
     loop, main = count_phases(kernel).main_loop, main_loop(kernel)
     gaps = product_gaps(kernel, main) if main else Gaps()
     resources = kernel.resources
     held = None
+    n_threads, smem_bytes = config.block(function)
     if kernel.capability in LIMITS:
-        held = kernel_occupancy(kernel, config.n_threads, config.smem_bytes)
+        held = kernel_occupancy(kernel, n_threads, smem_bytes)
     words = (i.encoding.to_bytes(INSTRUCTION_BYTES, "little") for i in kernel.instructions)
     return KernelFigures(
-        kernel=config.short_form(),
+        kernel=config.kernels[function],
         architecture=kernel.architecture,
         registers=resources.registers,
         stack_bytes=resources.stack_bytes,
         spill_store_bytes=resources.spill_store_bytes,
         spill_load_bytes=resources.spill_load_bytes,
-        smem_bytes=resources.static_smem_bytes + config.smem_bytes,
+        smem_bytes=resources.static_smem_bytes + smem_bytes,
         blocks_per_sm=held.blocks if held else None,
         loop_instructions=loop.work if loop else 0,
         loop_hmma=loop.tensor if loop else 0,
@@ -245,15 +251,17 @@ class Reading:
         except (RuntimeError, ValueError) as error:
             raise SassError(str(error)) from error
         known = self.baseline.by_origin
-        self.figures += [known[digest] for digest in made_from.values() if digest in known]
+        self.figures += [f for digest in made_from.values() for f in known.get(digest, [])]
         others = [config for config, digest in made_from.items() if digest not in known]
         if others:
-            kernels = own_kernels(architecture, others, progress=progress)
-            self.figures += [
-                (replace(kernel.compiler, options=""), figures_of(kernel, c, made_from[c]))
-                for c, kernel in kernels.items()
+            kernels = all_kernels(architecture, others, progress=progress)
+            found = [
+                (replace(kernel.compiler, options=""), figures_of(kernel, c, name, made_from[c]))
+                for c, own in kernels.items()
+                for name, kernel in own.items()
             ]
-            self.n_read += len(others)
+            self.figures += found
+            self.n_read += len(found)
 
     @property
     def compiler(self) -> Compiler:

@@ -54,8 +54,8 @@ def codes_of(configs: Iterable[Config], compute_capability: str) -> dict[Config,
 
 
 def codes_today(configs: Iterable[Config], compute_capability: str) -> dict[Config, str]:
-    """Return what `codes_of` does. A kernel that is made from the same as the recorded one
-    (BASELINE) has the recorded digest and is not compiled.
+    """Return what `codes_of` does. A config of one kernel that is made from the same as the
+    recorded one (BASELINE) has the recorded digest and is not compiled.
 
     Raises BuildError if a kernel does not compile, and SassError if the record cannot be read.
     """
@@ -67,8 +67,8 @@ def codes_today(configs: Iterable[Config], compute_capability: str) -> dict[Conf
     for config in wanted:
         with contextlib.suppress(ValueError):  # not made for it
             made_from = origins([config], architecture)[config]
-            if made_from in recorded:
-                found[config] = recorded[made_from][1].code
+            if len(own := recorded.get(made_from, [])) == 1:
+                found[config] = own[0][1].code
     return found | codes_of((c for c in wanted if c not in found), compute_capability)
 
 

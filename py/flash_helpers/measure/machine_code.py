@@ -21,6 +21,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.results import BenchmarkResults, size_of
+from flash_helpers.registry.families import names_in_symbol
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, names_of
 from flash_helpers.runtime import library
@@ -74,17 +75,33 @@ def own_kernels(
     *,
     progress: Progress | None = None,
 ) -> dict[Config, Kernel]:
-    """Kernels of configs for an architecture, by config, sorted: those of the library, and others
-    compiled now if the cache does not have them.
+    """Main kernels of configs for an architecture, by config, sorted: those of the library, and
+    others compiled now if the cache does not have them.
 
     Raises SassError as `reader.load_kernels` does, if a kernel does not compile, and for configs
     that are not made for the architecture.
     """
+    found = all_kernels(architecture, configs, progress=progress)
+    return {config: kernels[config.main_kernel] for config, kernels in found.items()}
+
+
+def all_kernels(
+    architecture: str,
+    configs: Iterable[Config],
+    *,
+    progress: Progress | None = None,
+) -> dict[Config, dict[str, Kernel]]:
+    """Kernels of configs for an architecture, by config and C++ function, sorted by config.
+
+    They come from where those of `own_kernels` do, and so do the errors.
+    """
     wanted = sorted({*configs})
-    chosen = own_chosen(architecture, wanted)
-    kernels = read_chosen(chosen, sources=own_paths, progress=progress)
-    found = {find_config(kernel.symbol): kernel for kernel in kernels}
-    return {config: found[config] for config in wanted}
+    kernels = read_chosen(own_chosen(architecture, wanted), sources=own_paths, progress=progress)
+    found = {names_in_symbol(kernel.symbol): kernel for kernel in kernels}
+    return {
+        config: {f: found[config.step.namespace, f, config.short_form()] for f in config.kernels}
+        for config in wanted
+    }
 
 
 def code_digest(kernels: Iterable[tuple[str, bytes]]) -> str:
@@ -98,13 +115,16 @@ def code_digest(kernels: Iterable[tuple[str, bytes]]) -> str:
 def own_chosen(architecture: str, configs: Iterable[Config]) -> Chosen:
     """Kernels of configs for an architecture, each with the cubin that holds it, without
     disassembling. The errors are those of `own_kernels`."""
+    own = [*configs]
     try:
-        paths = library.code_paths(configs, architecture)
+        paths = library.code_paths(own, architecture)
     except (RuntimeError, ValueError) as error:
         raise SassError(str(error)) from error
     names: dict[Path, list[str]] = {}
-    for name, path in paths.items():
-        names.setdefault(path, []).append(name)
+    for config in own:
+        for function, name in config.kernels.items():
+            in_cpp = f"{config.step.namespace}::{function}<{config.short_form()}>"
+            names.setdefault(paths[name], []).append(in_cpp)
     return [
         kernel
         for path, own in names.items()

@@ -18,7 +18,7 @@ READERS = ("sass/read", "sass/analyse", "measure/baseline.py", "gpu.py")
 
 
 def origins(configs: Iterable[Config], architecture: str) -> dict[Config, str]:
-    """Return, for each config, a digest of all that the figures of its kernel for an architecture
+    """Return, for each config, a digest of all that the figures of its kernels for an architecture
     follow from: sources, compiler and flags; its launch; nvdisasm, and the modules that read its
     output. Nothing is compiled.
 
@@ -28,7 +28,7 @@ def origins(configs: Iterable[Config], architecture: str) -> dict[Config, str]:
     found = {}
     for config in configs:
         code = sorted(library.code_origins([config], architecture).items())
-        launch = config.n_threads, config.smem_bytes
+        launch = [config.block(function) for function in config.kernels]
         found[config] = digest(code, launch, _reader(PACKAGE))[:16]
     return found
 

@@ -104,6 +104,12 @@ class Config:
         """Return the most times that a warp may run any one instruction of a kernel: a warp that
         exceeds this is taken never to end."""
 
+    @property
+    def main_kernel(self) -> str:
+        """The one of the family's kernels that does the most work, whose loop has `loop_unit`, by
+        its C++ function. Tables of machine code show it."""
+        return next(iter(self.family.kernels))
+
     def block(self, kernel: str) -> tuple[int, int]:
         """Return the threads and the bytes of dynamic shared memory per block of a kernel that the
         family names."""

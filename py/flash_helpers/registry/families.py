@@ -86,8 +86,9 @@ def config_from_dict(values: Mapping[str, object]) -> Config:
     return own.from_dict(values)
 
 
-def _names_in_symbol(symbol: str) -> tuple[str, str, str] | None:
-    """Return namespace, function and template argument of `namespace::function<argument>`."""
+def names_in_symbol(symbol: str) -> tuple[str, str, str] | None:
+    """Return namespace, function and template argument of `namespace::function<argument>`; None for
+    a symbol of another form."""
     if found := _DEMANGLED.search(symbol):
         return found["namespace"], found["kernel"], found["short_form"]
     # Itanium C++ ABI: N <length>name <length>name I <length>name E E
@@ -106,7 +107,7 @@ def config_from_symbol(symbol: str) -> Config:
 
     Raises ValueError for a symbol that is no kernel of this library.
     """
-    names = _names_in_symbol(symbol)
+    names = names_in_symbol(symbol)
     functions = {function for family in FAMILIES.values() for function in family.kernels}
     if names is None or names[1] not in functions:
         raise ValueError(
