@@ -14,8 +14,16 @@ from enum import Enum
 from functools import cached_property
 
 from flash_helpers.ptx.errors import UnsupportedInstruction
-from flash_helpers.ptx.read.graph import innermost_loop, strongly_connected_components
-from flash_helpers.ptx.read.module import Function, Instruction, Operand, Register, Symbol, parts
+from flash_helpers.ptx.read.graph import innermost_loops, strongly_connected_components
+from flash_helpers.ptx.read.module import (
+    Function,
+    Instruction,
+    Operand,
+    Register,
+    Symbol,
+    named_by,
+    parts,
+)
 
 BARRIERS = frozenset({"bar", "barrier"})
 """The barriers of a warp and of a cluster have these names too."""
@@ -80,22 +88,20 @@ class Program:
     @cached_property
     def registers(self) -> dict[str, str]:
         """Types of the registers that instructions name: fewer than nvcc declares."""
-        named = (operand for instruction in self.instructions for operand in instruction.named())
+        named = named_by(self.instructions)
         used = dict.fromkeys(o.name for o in named if isinstance(o, Register))
         return {name: self.function.registers[name] for name in used}
 
     @cached_property
     def retried(self) -> frozenset[int]:
         """The waits for an mbarrier that a loop tries again until they are over."""
-        waits = (p for p, i in enumerate(self.instructions) if i.first(("test_wait", "try_wait")))
+        waits = [p for p, i in enumerate(self.instructions) if i.first(("test_wait", "try_wait"))]
         edges = {
             b: [s for s in (*block.targets, block.next) if s >= 0]
             for b, block in enumerate(self.blocks)
         }
-        components = strongly_connected_components(edges, edges)
-        cycles = [{b: edges[b] for b in component} for component in components]
-        around = {b: part for part in cycles for b in part}
-        loops = ((p, innermost_loop(around[b], b)) for p in waits for b in [self.block_of[p]])
+        around = innermost_loops(edges, {self.block_of[position] for position in waits})
+        loops = ((position, around.get(self.block_of[position], set())) for position in waits)
         return frozenset(position for position, loop in loops if self._decides(position, loop))
 
     def _decides(self, position: int, loop: set[int]) -> bool:

@@ -56,22 +56,26 @@ def strongly_connected_components(
     return found
 
 
-def innermost_loop(successors: Mapping[int, Sequence[int]], node: int) -> set[int]:
-    """The nodes of the innermost loop around a node; none if there is no loop. The head of every
+def innermost_loops(
+    successors: Mapping[int, Sequence[int]], wanted: Collection[int]
+) -> dict[int, set[int]]:
+    """The nodes of the innermost loop around each wanted node that is in a loop. The head of every
     loop must be its lowest node; several loops may share it."""
-    edges, nodes = successors, set(successors)
-    found: set[int] = set()
-    while True:
-        components = strongly_connected_components(edges, nodes)
-        nodes = next(component for component in components if node in component)
-        if len(nodes) == 1 and node not in edges[node]:
-            return found
-        head = min(nodes)
-        inner = {n: [s for s in edges[n] if s in nodes and s != head] for n in nodes}
-        ends = (n for n in nodes if head in edges[n])
-        loops = ({head} | _leading_to(end, inner) for end in ends)
-        found = min((loop for loop in loops if node in loop), key=len)
-        edges = inner
+    found: dict[int, set[int]] = {}
+    graphs = [successors]
+    while graphs:
+        edges = graphs.pop()
+        for nodes in strongly_connected_components(edges, edges):
+            inside = nodes.intersection(wanted)
+            head = min(nodes)
+            if not inside or (len(nodes) == 1 and head not in edges[head]):
+                continue
+            inner = {n: [s for s in edges[n] if s in nodes and s != head] for n in nodes}
+            loops = [{head} | _leading_to(n, inner) for n in nodes if head in edges[n]]
+            for node in inside:
+                found[node] = min((loop for loop in loops if node in loop), key=len)
+            graphs.append(inner)
+    return found
 
 
 def _leading_to(node: int, successors: Mapping[int, Sequence[int]]) -> set[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from flash_helpers.ptx.errors import PtxSyntaxError, is_header
@@ -88,8 +89,26 @@ class Symbol:
     offset: int = 0
 
 
+class Compound:
+    """An operand that has parts. Instructions share operands, so that each is taken apart once."""
+
+    def inner(self) -> tuple[Operand, ...]:
+        """The parts that are no parts of parts."""
+        raise NotImplementedError
+
+    @cached_property
+    def parts(self) -> tuple[Operand, ...]:
+        """All parts, without itself."""
+        return tuple(part for each in self.inner() for part in parts(each))
+
+    @cached_property
+    def register_names(self) -> tuple[str, ...]:
+        """Names of the registers among its parts."""
+        return tuple(part.name for part in self.parts if isinstance(part, Register))
+
+
 @dataclass(frozen=True)
-class Address:
+class Address(Compound):
     """`[base + offset]`. `coordinates`: the place in a tensor that `[base + offset, {a, b, ...}]`
     names."""
 
@@ -97,27 +116,43 @@ class Address:
     offset: int = 0
     coordinates: tuple[Operand, ...] = ()
 
+    def inner(self) -> tuple[Operand, ...]:
+        """See `Compound`."""
+        return (self.base, *self.coordinates)
+
 
 @dataclass(frozen=True)
-class Vector:
+class Vector(Compound):
     """`{a, b, ...}`."""
 
     elements: tuple[Operand, ...]
 
+    def inner(self) -> tuple[Operand, ...]:
+        """See `Compound`."""
+        return self.elements
+
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Compound):
     """`a|b`: two destinations."""
 
     first: Operand
     second: Operand
 
+    def inner(self) -> tuple[Operand, ...]:
+        """See `Compound`."""
+        return (self.first, self.second)
+
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Compound):
     """`(a, b, ...)` of a call."""
 
     elements: tuple[Operand, ...]
+
+    def inner(self) -> tuple[Operand, ...]:
+        """See `Compound`."""
+        return self.elements
 
 
 @dataclass(frozen=True)
@@ -128,20 +163,9 @@ class Sink:
 Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Arguments | Sink
 
 
-def parts(operand: Operand) -> Iterator[Operand]:
+def parts(operand: Operand) -> tuple[Operand, ...]:
     """The operand and all of its parts."""
-    yield operand
-    if isinstance(operand, Register | Immediate):  # the most, so they are looked at first
-        return
-    inner: tuple[Operand, ...] = ()
-    if isinstance(operand, Vector | Arguments):
-        inner = operand.elements
-    elif isinstance(operand, Pair):
-        inner = (operand.first, operand.second)
-    elif isinstance(operand, Address):
-        inner = (operand.base, *operand.coordinates)
-    for part in inner:
-        yield from parts(part)
+    return (operand, *operand.parts) if isinstance(operand, Compound) else (operand,)
 
 
 @dataclass(frozen=True)
@@ -163,10 +187,10 @@ class Instruction:
     types: tuple[str, ...]
     refusal: str = ""
 
-    def named(self) -> Iterator[Operand]:
+    def named(self) -> list[Operand]:
         """All operands with their parts, and the guard."""
-        for operand in (*self.operands, *([self.guard] if self.guard else [])):
-            yield from parts(operand)
+        found = [part for operand in self.operands for part in parts(operand)]
+        return [*found, self.guard] if self.guard else found
 
     def has(self, modifier: str) -> bool:
         """Whether the opcode has a modifier."""
@@ -175,6 +199,18 @@ class Instruction:
     def first(self, names: Collection[str]) -> str | None:
         """The first of its modifiers that is in `names`."""
         return next((m for m in self.modifiers if m in names), None)
+
+
+def named_by(instructions: Iterable[Instruction]) -> list[Operand]:
+    """All operands of instructions with their parts, and the guards. What instructions share comes
+    once."""
+    distinct: dict[int, Operand] = {}
+    for instruction in instructions:
+        for operand in instruction.operands:
+            distinct[id(operand)] = operand
+        if instruction.guard is not None:
+            distinct[id(instruction.guard)] = instruction.guard
+    return [part for operand in distinct.values() for part in parts(operand)]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from flash_helpers.ptx.read.flow import BARRIERS, EXITS, Program, is_wgmma
 from flash_helpers.ptx.read.module import (
     Address,
+    Compound,
     Immediate,
     Instruction,
     Operand,
@@ -76,8 +77,8 @@ def names_of(operands: Iterable[Operand]) -> Iterator[str]:
     for operand in operands:
         if isinstance(operand, Register):
             yield operand.name
-        elif not isinstance(operand, Immediate):
-            yield from (o.name for o in parts(operand) if isinstance(o, Register))
+        elif isinstance(operand, Compound):
+            yield from operand.register_names
 
 
 def registers_of(instruction: Instruction) -> set[str]:

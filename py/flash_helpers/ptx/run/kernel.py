@@ -15,7 +15,15 @@ import numpy as np
 from flash_helpers import gpu
 from flash_helpers.ptx.errors import Lint, PtxSyntaxError, SimulatorError, UnsupportedInstruction
 from flash_helpers.ptx.read.flow import Program, build_program
-from flash_helpers.ptx.read.module import Function, Immediate, Module, Special, Symbol, Variable
+from flash_helpers.ptx.read.module import (
+    Function,
+    Immediate,
+    Module,
+    Special,
+    Symbol,
+    Variable,
+    named_by,
+)
 from flash_helpers.ptx.read.registers import Unset, unset_registers
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
 from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES
@@ -124,7 +132,7 @@ class Kernel:
     @cached_property
     def _named(self) -> tuple[set[str], set[str]]:
         """Symbols and special registers that the instructions name."""
-        named = [o for i in self.function.instructions for o in i.named()]
+        named = named_by(self.function.instructions)
         symbols = {o.name for o in named if isinstance(o, Symbol)}
         return symbols, {o.name for o in named if isinstance(o, Special)}
 

@@ -24,7 +24,8 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import SimulatorError, WgmmaFenceError, WgmmaRegisterError
 from flash_helpers.ptx.read.flow import Program, is_wgmma
-from flash_helpers.ptx.read.module import Immediate, Operand, Register, Vector, parts
+from flash_helpers.ptx.read.module import Immediate, Operand, Vector, parts
+from flash_helpers.ptx.read.registers import names_of
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.marks import missed_by_wait
@@ -45,7 +46,7 @@ class RegisterWatch:
         for position, instruction in enumerate(program.instructions):
             if is_wgmma(instruction):
                 for role, operand in enumerate(instruction.operands[:2]):
-                    for name in _names([operand] if isinstance(operand, Vector) else []):
+                    for name in names_of([operand] if isinstance(operand, Vector) else []):
                         roles[name].add((role, position))
         index: dict[frozenset[tuple[int, int]], int] = {}
         self._fragment_of = {
@@ -78,7 +79,7 @@ class RegisterWatch:
 
     def _named(self, operands: Iterable[Operand]) -> set[int]:
         index = self._fragment_of
-        return {index[name] for name in _names(operands) if name in index}
+        return {index[name] for name in names_of(operands) if name in index}
 
     def _first_accesses(self) -> dict[int, Fragments]:
         watched: dict[int, Fragments] = {}
@@ -212,7 +213,7 @@ class RegisterWatch:
     def _name(self, position: int, fragment: int) -> str:
         """The first register of a fragment that an instruction names."""
         operands = self._program.instructions[position].operands
-        name = next(n for n in _names(operands) if self._fragment_of.get(n) == fragment)
+        name = next(n for n in names_of(operands) if self._fragment_of.get(n) == fragment)
         return f"it uses register {name}"
 
     def _report(
@@ -233,17 +234,12 @@ def _constant_moves(program: Program) -> frozenset[int]:
             is_move = instruction.name == "mov" and len(instruction.operands) == 2
             if not (is_move or holding):
                 continue
-            written = _names(instruction.operands[:1])
+            written = set(names_of(instruction.operands[:1]))
             holding.difference_update(written)
             if not is_move or instruction.guard is not None:
                 continue
             values = [o for o in parts(instruction.operands[1]) if not isinstance(o, Vector)]
-            if all(isinstance(o, Immediate) or set(_names([o])) & holding for o in values):
+            if all(isinstance(o, Immediate) or holding.intersection(names_of([o])) for o in values):
                 holding.update(written)
                 found.add(position)
     return frozenset(found)
-
-
-def _names(operands: Iterable[Operand]) -> list[str]:
-    """Names of the registers among operands."""
-    return [o.name for operand in operands for o in parts(operand) if isinstance(o, Register)]
