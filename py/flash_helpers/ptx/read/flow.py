@@ -75,10 +75,10 @@ class Block:
         return self.end if self.ending is Ending.NEXT else self.end - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A function's instructions in execution order. `block_of`: index of each instruction's
-    block."""
+    """A function's instructions in execution order; equal to itself alone. `block_of`: index of
+    each instruction's block."""
 
     function: Function
     instructions: tuple[Instruction, ...]

@@ -294,7 +294,7 @@ class Kernel:
         geometry = Geometry(blocks, math.prod(block), math.prod(launch.cluster or ()))
         log, tally = FaultLog(program, keep_going=True), Tally(program)
         machine = Machine(program, launch, geometry, memory, log, tally)
-        BoundProgram(machine, observer=None)
+        BoundProgram(machine, observer=None).enter_all()
         return tuple(machine.refused[position] for position in sorted(machine.refused))
 
     def _launch(

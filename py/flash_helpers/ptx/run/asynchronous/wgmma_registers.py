@@ -17,7 +17,9 @@ that access is checked.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -42,21 +44,13 @@ class RegisterWatch:
         self._program = program
         self._geometry = geometry
         self._log = log
-        roles: dict[str, set[tuple[int, int]]] = defaultdict(set)
-        for position, instruction in enumerate(program.instructions):
-            if is_wgmma(instruction):
-                for role, operand in enumerate(instruction.operands[:2]):
-                    for name in names_of([operand] if isinstance(operand, Vector) else []):
-                        roles[name].add((role, position))
-        index: dict[frozenset[tuple[int, int]], int] = {}
-        self._fragment_of = {
-            name: index.setdefault(frozenset(used), len(index)) for name, used in roles.items()
-        }
-        self._constant_moves = _constant_moves(program) if index else frozenset()
-        self.watched = self._first_accesses() if index else {}
+        uses = _uses_of(program)
+        self._fragment_of = uses.fragment_of
+        self._constant_moves = uses.constant_moves
+        self.watched = uses.first_accesses
         """By the index of an instruction, the fragments that it is the first to touch."""
         self._now = 1
-        shape = len(index), geometry.warps
+        shape = uses.count, geometry.warps
         # Of the newest product that uses a fragment: its group, its position, when it was issued,
         # whether it accumulates there, and its N.
         self._group = np.full(shape, -1)
@@ -75,32 +69,7 @@ class RegisterWatch:
 
     def fragments(self, operands: Iterable[Operand]) -> Fragments:
         """The fragments that operands name."""
-        return np.array(sorted(self._named(operands)), np.int64)
-
-    def _named(self, operands: Iterable[Operand]) -> set[int]:
-        index = self._fragment_of
-        return {index[name] for name in names_of(operands) if name in index}
-
-    def _first_accesses(self) -> dict[int, Fragments]:
-        watched: dict[int, Fragments] = {}
-        for block in self._program.blocks:
-            seen: set[int] = set()
-            set_to_constants: set[int] = set()
-            for position in range(block.start, block.end):
-                instruction = self._program.instructions[position]
-                if instruction.name == "wgmma":
-                    seen.clear()
-                    set_to_constants.clear()
-                    continue
-                is_constant = position in self._constant_moves
-                found = self._named(instruction.operands) - seen
-                if is_constant:
-                    found -= set_to_constants
-                if found:
-                    watched[position] = np.array(sorted(found))
-                if instruction.guard is None:
-                    (set_to_constants if is_constant else seen).update(found)
-        return watched
+        return np.array(sorted(_named(operands, self._fragment_of)), np.int64)
 
     # -- what warps do -----------------------------------------------------------------------------
 
@@ -221,6 +190,75 @@ class RegisterWatch:
     ) -> None:
         thread = self._geometry.thread(warp * WARP)
         self._log.report(kind, detail, position, thread, count=int(bad.any(axis=0).sum()))
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """The registers of a program's wgmma. `fragment_of`: the fragment of each register. `count`:
+    number of fragments. `constant_moves`: instructions that move constants. `first_accesses`: by
+    the index of an instruction, the fragments that it is the first to touch."""
+
+    fragment_of: Mapping[str, int]
+    count: int
+    constant_moves: frozenset[int]
+    first_accesses: Mapping[int, Fragments]
+
+
+_known: WeakKeyDictionary[Program, _Uses] = WeakKeyDictionary()
+
+
+def _uses_of(program: Program) -> _Uses:
+    """The uses, which are found once for all launches of a program."""
+    found = _known.get(program)
+    if found is None:
+        found = _known[program] = _find_uses(program)
+    return found
+
+
+def _find_uses(program: Program) -> _Uses:
+    roles: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for position, instruction in enumerate(program.instructions):
+        if is_wgmma(instruction):
+            for role, operand in enumerate(instruction.operands[:2]):
+                for name in names_of([operand] if isinstance(operand, Vector) else []):
+                    roles[name].add((role, position))
+    index: dict[frozenset[tuple[int, int]], int] = {}
+    fragment_of = {
+        name: index.setdefault(frozenset(used), len(index)) for name, used in roles.items()
+    }
+    if not index:
+        return _Uses({}, 0, frozenset(), {})
+    moves = _constant_moves(program)
+    return _Uses(fragment_of, len(index), moves, _first_accesses(program, fragment_of, moves))
+
+
+def _first_accesses(
+    program: Program, fragment_of: Mapping[str, int], constant_moves: frozenset[int]
+) -> dict[int, Fragments]:
+    watched: dict[int, Fragments] = {}
+    for block in program.blocks:
+        seen: set[int] = set()
+        set_to_constants: set[int] = set()
+        for position in range(block.start, block.end):
+            instruction = program.instructions[position]
+            if instruction.name == "wgmma":
+                seen.clear()
+                set_to_constants.clear()
+                continue
+            is_constant = position in constant_moves
+            found = _named(instruction.operands, fragment_of) - seen
+            if is_constant:
+                found -= set_to_constants
+            if found:
+                watched[position] = np.array(sorted(found))
+            if instruction.guard is None:
+                (set_to_constants if is_constant else seen).update(found)
+    return watched
+
+
+def _named(operands: Iterable[Operand], fragment_of: Mapping[str, int]) -> set[int]:
+    """The fragments that operands name."""
+    return {fragment_of[name] for name in names_of(operands) if name in fragment_of}
 
 
 def _constant_moves(program: Program) -> frozenset[int]:

@@ -17,7 +17,7 @@ from flash_helpers.ptx.run.execute.spread import Spread
 from flash_helpers.ptx.run.instructions.forms import check_features, check_modifiers
 from flash_helpers.ptx.run.instructions.operations import bind, refusing
 from flash_helpers.ptx.run.instructions.wgmma import watched
-from flash_helpers.ptx.run.machine import Action, Machine
+from flash_helpers.ptx.run.machine import Action, Machine, Wait
 from flash_helpers.ptx.run.memory.regions import Selection
 
 _MODIFIERS = {
@@ -36,59 +36,81 @@ _MOST_BOUND = 1 << 18
 
 
 class BoundProgram:
-    """The instructions of a program as callables, each by its position.
+    """The instructions of a program as callables, each by its position. Those of a block of the
+    program are bound when lanes first enter it: a problem seldom takes every way of a kernel.
 
-    `actions`: action of every instruction. The action of an instruction that ends a block does
-    nothing, since the scheduler runs it, or refuses it. `full`: for each block of the program, its
-    actions for all lanes. `members`: the lanes that must execute an instruction together
+    `actions`: action of every bound instruction. The action of an instruction that ends a block
+    does nothing, since the scheduler runs it, or refuses it. `full`: for each block of the program,
+    its actions for all lanes. `members`: the lanes that must execute an instruction together
     (`operations.bind`). `guards`: those of them that are not predicated off. `barriers`, `choices`,
     `taken`: for the instructions that end blocks, the barrier, the target by its index, and the
     lanes whose predicate holds. `sleeps`: instructions that wait. `sleeping_blocks`: blocks of the
     program with such instructions. `meeting_blocks`: blocks with instructions of `members`.
+    `warp_barriers`: the barriers among `members`.
     """
 
     def __init__(self, machine: Machine, observer: Observer | None) -> None:
         self._machine = machine
         self._observer = observer
-        program = machine.program
-        self.actions: list[Action] = []
+        self.actions: dict[int, Action] = {}
+        self.full: dict[int, list[Callable[[], None]]] = {}
         self.members: dict[int, np.ndarray] = {}
         self.guards: dict[int, Callable[[Selection], np.ndarray]] = {}
         self.barriers: dict[int, Barrier] = {}
         self.taken: dict[int, Callable[[Selection], np.ndarray]] = {}
         self.choices: dict[int, np.ndarray] = {}
-        for position, instruction in enumerate(program.instructions):
-            machine.position = position
-            block = program.block_at(position)
-            bind_one = self._ending if position == block.body_end else self._inner
-            self.actions.append(bind_one(block, instruction))
+        self.sleeps: dict[int, Wait] = {}
+        self.sleeping_blocks: set[int] = set()
+        self.meeting_blocks: set[int] = set()
+        self.warp_barriers: list[int] = []
         self._spread = Spread(machine)
         unset = machine.launch.unset
         if unset.names:
             machine.poison.unset(unset.names, np.flatnonzero(~machine.gone))
-        # Positions whose actions carry poison.
+        # Positions whose actions carry poison, and whether all do.
         self._tracked = set(unset.positions)
-        for position in self._tracked:
-            self.actions[position] = self._spread.tracked(position, self.actions[position])
-        for position, names in unset.ends.items():
-            self.actions[position] = self._spread.ending(self.actions[position], names)
-        self.full: list[list[Callable[[], None]]] = [
-            [a.all for a in self.actions[b.start : b.end]] for b in program.blocks
-        ]
+        self._carries_all = False
         # By the block of the program and the slice of lanes: how often it has run, and its actions.
         self._seen: Counter[tuple[int, int, int]] = Counter()
         self._on: dict[tuple[int, int, int], list[Callable[[], None]]] = {}
         self._n_bound = 0
-        self.warp_barriers = [
-            position
-            for position in self.members
-            if program.instructions[position].name in BARRIERS
-            and program.instructions[position].has("warp")
-        ]
-        # Taken from the machine: what is bound refers to it.
-        self.sleeps, machine.waits = machine.waits, {}
-        self.sleeping_blocks = {program.block_of[position] for position in self.sleeps}
-        self.meeting_blocks = {program.block_of[position] for position in self.members}
+
+    def enter(self, index: int) -> None:
+        """Binds a block of the program, unless it is."""
+        if index in self.full:
+            return
+        machine = self._machine
+        program, block = machine.program, machine.program.blocks[index]
+        unset = machine.launch.unset
+        for position in range(block.start, block.end):
+            machine.position = position
+            bind_one = self._ending if position == block.body_end else self._inner
+            action = bind_one(block, program.instructions[position])
+            if self._carries_all or position in self._tracked:
+                self._tracked.add(position)
+                action = self._spread.tracked(position, action)
+            if position in unset.ends:
+                action = self._spread.ending(action, unset.ends[position])
+            self.actions[position] = action
+            if position in self.members:
+                self.meeting_blocks.add(index)
+                instruction = program.instructions[position]
+                if instruction.name in BARRIERS and instruction.has("warp"):
+                    self.warp_barriers.append(position)
+        if machine.waits:
+            # Taken from the machine: what is bound refers to it.
+            self.sleeps.update(machine.waits)
+            machine.waits.clear()
+            self.sleeping_blocks.add(index)
+        self.full[index] = self._all_of(block)
+
+    def enter_all(self) -> None:
+        """Binds every block."""
+        for index in range(len(self._machine.program.blocks)):
+            self.enter(index)
+
+    def _all_of(self, block: Block) -> list[Callable[[], None]]:
+        return [self.actions[position].all for position in range(block.start, block.end)]
 
     def on(self, index: int, lanes: slice) -> list[Callable[[], None]] | None:
         """The actions of a block of the program for a slice of lanes; None if the slice has not run
@@ -104,16 +126,17 @@ class BoundProgram:
 
     def _bound_to(self, index: int, first: int, end: int) -> list[Callable[[], None]]:
         block = self._machine.program.blocks[index]
-        return [a.on(slice(first, end)) for a in self.actions[block.start : block.end]]
+        lanes = slice(first, end)
+        return [self.actions[position].on(lanes) for position in range(block.start, block.end)]
 
     def carry_poison(self) -> Spread:
         """Makes all actions carry poison, from the next one on, by changing the lists that are
         being run. The last instruction of a block, which the scheduler runs, is then one of
         them."""
-        for position, action in enumerate(self.actions):
-            if position not in self._tracked:
-                self.actions[position] = self._spread.tracked(position, action)
-        self._tracked.update(range(len(self.actions)))
+        self._carries_all = True
+        for position in self.actions.keys() - self._tracked:
+            self.actions[position] = self._spread.tracked(position, self.actions[position])
+        self._tracked.update(self.actions)
         self._refill()
         return self._spread
 
@@ -122,6 +145,7 @@ class BoundProgram:
         that loads of shared memory write and that are followed, by the load."""
         lints = self._machine.lints
         assert lints is not None
+        self.enter_all()
         follow = Follow(self._machine, lints.layouts.readers)
         for position in follow.positions:
             self.actions[position] = follow.followed(position, self.actions[position])
@@ -130,8 +154,8 @@ class BoundProgram:
 
     def _refill(self) -> None:
         """Puts the actions into the lists that are being run."""
-        for block, runs in zip(self._machine.program.blocks, self.full, strict=True):
-            runs[:] = [a.all for a in self.actions[block.start : block.end]]
+        for index, runs in self.full.items():
+            runs[:] = self._all_of(self._machine.program.blocks[index])
         for key, runs in self._on.items():
             runs[:] = self._bound_to(*key)
 

@@ -134,6 +134,7 @@ class Scheduler:
                 self._at = index
                 return
             block = blocks[index]
+            self.bound.enter(index)
             if index in self.bound.sleeping_blocks:
                 self.threads.pc[:] = block.start
                 self._run_group(block, block.start, machine.lane_ids)
@@ -220,6 +221,7 @@ class Scheduler:
 
     def _run_group(self, block: Block, position: int, lanes: np.ndarray) -> None:
         end, first = block.body_end, position
+        self.bound.enter(self.program.block_of[position])
         group = self._group_of(lanes)
         self._spend(block, block.end - position, group.selection)
         if position == block.start and (runs := self._runs_of(position, group)) is not None:
