@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tiers import (
+    abilities,
     fastest_configs,
     is_of_first_tier,
     is_of_gpu_tier,
@@ -167,12 +168,16 @@ class TestCollected:
         first_tier = {case.config for case in own if not case.is_matrix}
         leading = leading_configs(family.name)
         fixing = {c for c in leading if getattr(c.supports, "exact", ())}  # a window or a softcap
-        wanted = (
-            {c for c in leading if c.dtype is usual_dtype(family)}
-            if kind is CORNERS
-            else {c for c in leading - fixing if not c.supports.options.get("causal")}
-        )
-        assert first_tier >= wanted
+        plain = {c for c in leading - fixing if not c.supports.options.get("causal")}
+        usual = {c for c in leading if c.dtype is usual_dtype(family)}
+        if kind is CORNERS:
+            steps = {c for c in usual if stands_for_its_step(c) or c in fastest_configs(family)}
+            assert first_tier >= steps
+            for config in usual:
+                of_step = (c for c in first_tier if c.step is config.step)
+                assert any(abilities(c) >= abilities(config) for c in of_step)
+        else:
+            assert first_tier >= plain
         assert first_tier <= leading
 
     @pytest.mark.parametrize("kind", [CORNERS, DISTRIBUTIONS], ids=["corners", "distributions"])

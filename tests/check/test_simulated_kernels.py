@@ -200,7 +200,7 @@ def test_every_kernel_is_right_for_one_block(config) -> None:
     assert_right_on(config, next(config.supports.corners()))
 
 
-@each(COMMITTED, in_one_dtype=True)
+@each(COMMITTED, at_corners=True)
 def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
     _, *corners = config.supports.corners()  # the first is one block: see above
     for corner in corners:

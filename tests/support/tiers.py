@@ -2,9 +2,9 @@
 
 The first tier, which the README's command runs, simulates each step once, at one problem, and the
 leading configs on everything: the first, the last and the fastest step of each family, in each
-dtype, and at the corners in one. What there is besides of configs, dtypes, distributions and
-corners has the marker `matrix`, with the name of the family. On a GPU likewise, where the first
-step is like any other.
+dtype, and at the corners in one, where a variant with more abilities stands for one with fewer.
+What there is besides of configs, dtypes, distributions and corners has the marker `matrix`, with
+the name of the family. On a GPU likewise, where the first step is like any other.
 """
 
 from __future__ import annotations
@@ -84,15 +84,30 @@ def leads(step: Step) -> bool:
 
 def stands_for_its_step(config: Config) -> bool:
     """Whether it is the config with which the first tier simulates the step once: the fixed one, in
-    bf16, which the tables show, where the family has it. Of the last step each listed one does."""
-    family = config.family
-    is_last = config.step is [*family.steps.values()][-1]
-    return is_last or config == family.fixed_config(config.step, usual_dtype(family))
+    bf16, which the tables show, where the family has it."""
+    return config == config.family.fixed_config(config.step, usual_dtype(config.family))
 
 
 def usual_dtype(family: Family[Any]) -> Element:
     """Return the dtype that the tables show: bf16, where the family has it."""
     return Element.BF16 if Element.BF16 in family.dtypes else family.dtypes[0]
+
+
+def abilities(config: Config) -> frozenset[str]:
+    """Return what a config can, with the options that are compiled into it, such as a mask."""
+    supports = config.supports
+    fixed = (name for name, value in supports.options.items() if value)
+    return frozenset([*getattr(supports, "abilities", ()), *fixed])
+
+
+def is_first_at_corners(config: Config) -> bool:
+    """Whether the first tier tests a config at its corners: the leading ones in the usual dtype,
+    without the variants all of whose abilities another variant has, and more."""
+    family = config.family
+    usual = [c for c in leading_configs(family.name) if c.dtype is usual_dtype(family)]
+    is_own = stands_for_its_step(config) or config in fastest_configs(family)
+    of_step = (abilities(other) for other in usual if other.step is config.step)
+    return config in usual and (is_own or not any(abilities(config) < each for each in of_step))
 
 
 def is_of_first_tier(config: Config, *, once: bool = False) -> bool:
@@ -116,25 +131,24 @@ def matrix_mark(config: Config) -> pytest.MarkDecorator:
 
 
 def marks_of(
-    config: Config, *, once: bool = False, in_one_dtype: bool = False
+    config: Config, *, once: bool = False, at_corners: bool = False
 ) -> tuple[pytest.MarkDecorator, ...]:
     """Return the marks of a test of a config: `matrix` unless the first tier runs it."""
-    is_other = in_one_dtype and config.dtype is not usual_dtype(config.family)
-    is_first = is_of_first_tier(config, once=once) and not is_other
+    is_first = is_first_at_corners(config) if at_corners else is_of_first_tier(config, once=once)
     return () if is_first else (matrix_mark(config),)
 
 
 def each(
-    configs: Iterable[Config], *, once: bool = False, in_one_dtype: bool = False
+    configs: Iterable[Config], *, once: bool = False, at_corners: bool = False
 ) -> pytest.MarkDecorator:
     """Return the marker of a test of each config, in argument `config`, that sorts it into its
-    tier. in_one_dtype: the first tier runs it in the usual one."""
+    tier. at_corners: it is a test of the corners that the config declares."""
     return pytest.mark.parametrize(
         "config",
         [
             pytest.param(
                 config,
-                marks=marks_of(config, once=once, in_one_dtype=in_one_dtype),
+                marks=marks_of(config, once=once, at_corners=at_corners),
                 id=config.short_form(),
             )
             for config in configs

@@ -341,14 +341,14 @@ class AttentionSupports:
     def corners(self) -> Iterator[AttentionForward]:
         """Yield small problems at the edges of the declaration: one block; several, in which every
         index that a kernel may confuse differs; lengths around those of blocks; more queries than
-        keys, and fewer; each ability, and all of them; windows. With grouped heads an odd number of
-        heads share K and V, then an even number."""
+        keys, and fewer; each ability, and all of them; windows. With grouped heads three heads
+        share K and V, then two."""
         lengths = [*self._corner_lengths()]
         options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
         together = {key: value for option in options for key, value in option.items()}
         cases: list[tuple[int, int, int, int, Mapping[str, Any]]] = [
             *((1, 1, *both, {}) for both in lengths[:-1]),
-            *((1, 6, *lengths[-2], option) for option in options),
+            *((1, 3 * option.get("kv_heads", 1), *lengths[-2], option) for option in options),
             (2, 4 if options else 3, *lengths[-1], together),
             *((1, 1, *both, window) for both, window in self._corner_windows(lengths)),
         ]
