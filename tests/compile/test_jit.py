@@ -318,7 +318,7 @@ class TestDebugging:
         except BuildError as error:
             pytest.skip(f"no compiler: {error}")
         jit = Jit(REPOSITORY, Cache(tmp_path / "cache"), lambda: compiler, jobs=1, debug=True)
-        (found,) = jit.get(units_of(V1), "compute_80")
+        (found,) = jit.get(units_of(V1), "sm_80")
         assert len(re.findall(rf"\.entry {found.symbol}\b", found.ptx_path.read_text())) == 2
 
 

@@ -16,6 +16,7 @@ import flash_attention
 from flash_helpers.compile.cache import Cache
 from flash_helpers.compile.jit import Jit
 from flash_helpers.gpu import largest_device
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.runtime import call, library
 
@@ -64,6 +65,21 @@ class TestCapture:
         library.numbers([H1], (9, 0))
         library._compiled.clear()  # as in a process that has launched nothing
         assert [*call._numbers(H1, H100, 0)] == [NAME]
+
+
+def test_a_debugger_gets_its_own_code_of_the_librarys_kernels_too(root, tmp_path, monkeypatch):
+    """The simulator gets the PTX of every day."""
+    v1 = AMPERE.progression()[0]
+    ptx, code = library.ptx_path(v1), library.code_paths([v1], "sm_90")[v1.short_form()]
+    jit = Jit(root, Cache(tmp_path / "debugged"), FakeCompiler, jobs=2, debug=True)
+    monkeypatch.setattr(library, "default_jit", lambda: jit)
+    assert library.ptx_path(v1) == ptx and jit.cache.entries() == []
+    assert library.code_paths([v1], "sm_90")[v1.short_form()] != code
+    library.ptx_path(H1)
+    assert {entry.target: entry.debug for entry in jit.cache.entries()} == {
+        "sm_90": True,
+        "compute_90a": False,
+    }
 
 
 class TestTracing:

@@ -148,8 +148,13 @@ class Jit:
         return not self._look_up(_pairs(units, target))[1]
 
     def recipe(self, unit: Unit, target: str, debug: bool | None = None) -> Recipe:
-        """Return everything that a unit's kernel is made from. Raises BuildError."""
-        debug = self.debug if debug is None else debug
+        """Return everything that a unit's kernel is made from. Raises BuildError.
+
+        PTX alone is always optimised: it is for the simulator, in which no debugger runs. Without
+        optimisation the registers of a `wgmma` move between two of them with no fence, for which
+        ptxas makes up, and the simulator reports a fault.
+        """
+        debug = (self.debug if debug is None else debug) and machine_target(target)
         text = hashlib.sha256(unit.text.encode()).hexdigest()
         return Recipe(unit.name, target, debug, text, self.sources.included(unit.text))
 
@@ -213,7 +218,7 @@ class Jit:
                 with self.cache.claim(recipe, key, programs.is_stopped) as scratch:
                     if compiled := self.cache.find(recipe, key):
                         break
-                    made = self._run(programs, unit, recipe.target, scratch, timeout_s)
+                    made = self._run(programs, unit, recipe, scratch, timeout_s)
                     if (now := self.recipe(unit, recipe.target)) != recipe:
                         recipe = now  # a file was changed while the compiler was reading
                         continue
@@ -228,22 +233,22 @@ class Jit:
         return Outcome(unit, recipe.target, compiled)
 
     def _run(
-        self, programs: Programs, unit: Unit, target: str, scratch: Path, timeout_s: float
+        self, programs: Programs, unit: Unit, recipe: Recipe, scratch: Path, timeout_s: float
     ) -> Outcome | str:
         """Compile a unit in a folder of the cache. Return the kernel's symbol, or the failure.
 
         Raises OSError if the folder cannot be written.
         """
-        name = self.compiler.name
+        name, target = self.compiler.name, recipe.target
         source, log_file = scratch / f"{unit.name}.cu", scratch / LOG
         source.write_text(unit.text)
-        command = self.compiler.command(source, target, scratch, self.debug)
+        command = self.compiler.command(source, target, scratch, recipe.debug)
         begin = time.monotonic()
         status = programs.run(command, self.root, log_file, timeout_s)
         log = log_file.read_text(errors="replace")
         if self.verbose:
             said = f"{unit.name} for {target}: {time.monotonic() - begin:.1f} s"
-            print(f"{self._told(unit, target)}\n{said}\n{log.rstrip()}", file=sys.stderr)
+            print(f"{self._told(unit, recipe)}\n{said}\n{log.rstrip()}", file=sys.stderr)
 
         def failed(failure: str) -> Outcome:
             return Outcome(unit, target, None, failure, log)
@@ -253,7 +258,7 @@ class Jit:
         if status:
             require_room(scratch)
             return failed(f"{name} failed with exit status {status}")
-        if performance_losses(log) and not self.debug:
+        if performance_losses(log) and not recipe.debug:
             return failed(HOW_TO_AVOID_LOSSES)
         wanted = (PTX, CUBIN) if machine_target(target) else (PTX,)
         if lacking := [file for file in wanted if not (scratch / file).is_file()]:
@@ -263,13 +268,13 @@ class Jit:
             return failed(f"the unit has {len(symbols)} kernels and should have one")
         return symbols[0]
 
-    def _told(self, unit: Unit, target: str) -> str:
+    def _told(self, unit: Unit, recipe: Recipe) -> str:
         """The command that compiles a unit, for a shell. Its files go to the temporary folder.
 
         Raises OSError if the cache's folder cannot be written.
         """
-        kept = self.cache.keep_unit(unit)
-        command = self.compiler.command(kept, target, Path(tempfile.gettempdir()), self.debug)
+        kept, folder = self.cache.keep_unit(unit), Path(tempfile.gettempdir())
+        command = self.compiler.command(kept, recipe.target, folder, recipe.debug)
         return f"cd {shlex.quote(str(self.root))} && {shlex.join(command)}"
 
     @contextlib.contextmanager

@@ -283,6 +283,11 @@ def is_built(unit: Unit) -> bool:
     return built_from is not None and built_from == default_jit().sources.digest(unit)
 
 
+def _comes_built(unit: Unit, target: str) -> bool:
+    """Whether the library's machine code of a kernel is taken: not for a debugger."""
+    return target in architectures() and not default_jit().debug and is_built(unit)
+
+
 _registered: dict[str, int] = {}  # numbers by name
 _compiled: dict[Compiled, int] = {}  # numbers of kernels that came from the cache
 _kept: list[tuple[bytes, ...]] = []  # what kernels are made of: the library points to it
@@ -331,7 +336,7 @@ def numbers(
         for unit in units_of(config):
             if unit.name in _registered:
                 found[unit.name] = _registered[unit.name]
-            elif target in architectures() and is_built(unit):
+            elif _comes_built(unit, target):
                 found[unit.name] = _numbers()[unit.name]
             else:
                 missing.setdefault(target, []).append(unit)
@@ -360,7 +365,7 @@ def code_paths(configs: Iterable[Config], architecture: str) -> dict[str, Path]:
     for config in configs:
         target = config.family.target_on(architecture)
         for unit in units_of(config):
-            if target in architectures() and is_built(unit):
+            if _comes_built(unit, target):
                 found[unit.name] = library_path()
             else:
                 missing.setdefault(target, []).append(unit)
@@ -379,7 +384,7 @@ def code_origins(configs: Iterable[Config], architecture: str) -> dict[str, str]
     for config in configs:
         target = config.family.target_on(architecture)
         for unit in units_of(config):
-            if target in architectures() and is_built(unit):
+            if _comes_built(unit, target):
                 compiler = _ptx_banner(package_folder() / PTX_FOLDER / f"{unit.name}.ptx")
                 found[unit.name] = digest(_built_from()[unit.name], target, compiler, COMPILE_FLAGS)
             else:
