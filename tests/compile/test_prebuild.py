@@ -1,13 +1,16 @@
-"""Kernels that a wheel brings compiled. The compiler is a stand-in."""
+"""Kernels that a wheel brings compiled. The compiler is a stand-in, except where they run."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from both_compilers import nvrtc_compiler
 from fake_toolchain import FakeCompiler
 
 from flash_helpers.compile.cache import Cache
@@ -15,6 +18,8 @@ from flash_helpers.compile.jit import Jit, units_of
 from flash_helpers.compile.prebuild import VARIABLE, prebuild
 from flash_helpers.compile.toolchain import ARCHITECTURES_VARIABLE, BuildError
 from flash_helpers.kernel_configs import config_from_short_form
+from flash_helpers.runtime import library
+from flash_helpers.runtime.simulator import run_shipped
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +65,25 @@ def test_what_is_made_needs_no_compiler(make, folder, root, tmp_path):
     jit = Jit(root, Cache(tmp_path / "cache", folder), none, jobs=1)
     (found,) = jit.get(units_of(config_from_short_form(V1)), "sm_90")
     assert found.folder.parent == folder
+
+
+def test_what_a_wheel_brings_runs_in_the_simulator_without_a_compiler(
+    root, folder, tmp_path, monkeypatch
+):
+    def none():
+        raise BuildError("there is no compiler")
+
+    environ = {VARIABLE: NOT_LISTED, ARCHITECTURES_VARIABLE: "90"}
+    prebuild(root, folder, lambda line: None, environ, lambda environ: nvrtc_compiler())
+    jit = Jit(root, Cache(tmp_path / "cache", folder), none, jobs=1)
+    monkeypatch.setattr(library, "default_jit", lambda: jit)
+    x = torch.randn(2, 512, dtype=torch.bfloat16)
+    y = torch.full_like(x, math.nan)
+    run_shipped(config_from_short_form(NOT_LISTED), {"x": x, "y": y})
+    torch.testing.assert_close(y, x.softmax(dim=-1))
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(BuildError, match="there is no compiler"):
+        run_shipped(config_from_short_form("s1_bf16_w8"), {"x": x, "y": y})
 
 
 def test_nothing_of_an_earlier_build_is_left(make, folder):
