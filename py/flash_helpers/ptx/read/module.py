@@ -202,8 +202,8 @@ class Instruction:
 
 
 def named_by(instructions: Iterable[Instruction]) -> list[Operand]:
-    """All operands of instructions with their parts, and the guards. What instructions share comes
-    once."""
+    """All operands of instructions with their parts, and the guards. An operand that instructions
+    share comes once."""
     distinct: dict[int, Operand] = {}
     for instruction in instructions:
         for operand in instruction.operands:
