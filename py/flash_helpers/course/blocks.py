@@ -12,6 +12,8 @@ from flash_helpers.course.clock_blocks import (
     calls_block,
     choice_block,
     clock_block,
+    compilers_block,
+    first_calls_block,
     lengths_block,
     loads_block,
     map_block,
@@ -132,6 +134,12 @@ KINDS: Mapping[str, Kind] = {
     "choice": Kind("", "the steps that attention() takes, by head size", choice_block),
     "supports": Kind("", "the problems that the kernels take", supports_block),
     "calls": Kind("NAME", "benchmarks/results/NAME.json, host time per call", calls_block, 1, 1),
+    "first_calls": Kind(
+        "NAME", "benchmarks/results/NAME.json, a process's first calls", first_calls_block, 1, 1
+    ),
+    "compilers": Kind(
+        "NAME", "benchmarks/results/NAME.json, speeds by two compilers", compilers_block, 1, 1
+    ),
     "live_registers": Kind(
         "", "the share of live registers that are those of nvdisasm", live_registers_block
     ),

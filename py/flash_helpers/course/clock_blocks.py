@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from flash_helpers.compile.codegen import CONFIG_FOLDER
 from flash_helpers.console.tables import DASH, Table, number, percent
@@ -27,6 +27,8 @@ from flash_helpers.measure.benchmark_tables import (
 from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.choice_table import choice_table, grid_tables
 from flash_helpers.measure.code import changed_names
+from flash_helpers.measure.compilers import CompilerComparison
+from flash_helpers.measure.first_call import FirstCalls
 from flash_helpers.measure.plots import (
     PLOTS,
     PROGRESSION,
@@ -376,5 +378,18 @@ def supports_block(evidence: Evidence, arguments: Arguments) -> str:
 
 def calls_block(evidence: Evidence, arguments: Arguments) -> str:
     """Host time per call, from a file in the folder of RESULTS."""
-    path = evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")
-    return CallOverhead.load(path).markdown()
+    return CallOverhead.load(_result(evidence, arguments)).markdown()
+
+
+def first_calls_block(evidence: Evidence, arguments: Arguments) -> str:
+    """Host time of a process's first calls, from a file in the folder of RESULTS."""
+    return FirstCalls.load(_result(evidence, arguments)).markdown()
+
+
+def compilers_block(evidence: Evidence, arguments: Arguments) -> str:
+    """Speeds of kernels by two compilers, from a file in the folder of RESULTS."""
+    return CompilerComparison.load(_result(evidence, arguments)).markdown()
+
+
+def _result(evidence: Evidence, arguments: Arguments) -> Path:
+    return evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")

@@ -158,6 +158,25 @@ class CompilerComparison(RecordFile):
             rows,
         )
 
+    def markdown(self) -> str:
+        """Markdown of the ratios of kernels with two codes, and of the machine and software."""
+        rows = [
+            [
+                *(pair.first.name, str(pair.first.size), pair.first.load),
+                *(number(x, 3) for x in (_median(pair.ratios), self.noise.get(pair.place))),
+                "=" if self.is_equal(pair) else "",
+            ]
+            for pair in self.pairs
+            if not pair.is_control
+        ]
+        header = ["kernel", "length", "load", "NVRTC/nvcc", "noise", ""]
+        sentence = self.provenance.sentence(
+            " and ".join(self.compilers),
+            "ratios of speeds are medians over rounds in turns; noise is that of a code against "
+            "itself, and = lies within it",
+        )
+        return f"{Table(header, rows, align='lrl').markdown()}\n\n{sentence}"
+
     def summary(self) -> str:
         """Lines below the table: the compilers, and how many kernels have the same code."""
         same: dict[str, list[bool]] = defaultdict(list)

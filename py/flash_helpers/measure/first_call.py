@@ -90,3 +90,14 @@ class FirstCalls(RecordFile):
         call = "PTX" if self.is_simulated else "call"
         header = ["kernel", "state", "import, ms", f"first {call}, ms", f"second {call}, µs"]
         return Table([*header, f"{CALLS}th {call}, µs"], rows, align="ll")
+
+    def markdown(self) -> str:
+        """Markdown of the table, and of the machine and software of the measurement."""
+        n = len(self.records[0].first_us)
+        sentence = self.provenance.sentence(
+            self.compiler,
+            f"PyTorch {self.provenance.torch}, Python {self.provenance.python}",
+            f"{self.dtype}, shape {self.shape}",
+            f"medians of {n} processes",
+        )
+        return f"{self.table().markdown()}\n\n{sentence}"
