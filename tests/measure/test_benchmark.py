@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,6 +442,23 @@ def test_a_kernel_that_writes_only_on_its_first_call_is_found_out() -> None:
     assert "wrong output" in found.failure
 
 
+@pytest.mark.parametrize("wrong", ["o", "lse"])
+def test_every_output_is_verified(wrong: str) -> None:
+    shape = replace(SHAPE, return_lse=True)
+    timer, protocol = FakeTimer(), replace(IN_TURNS, rounds=1)
+    sets = make_input_sets(shape, Element.BF16, CPU, timer, protocol)
+
+    def run(inputs: InputSet) -> Mapping[str, torch.Tensor]:
+        for name, output in inputs.outputs.items():
+            output.copy_(inputs.reference.expected[name] + (name == wrong))
+        return inputs.outputs
+
+    (found,) = measure_problem(
+        *([Contender("own", None, run)], sets, shape, Element.BF16, timer, protocol, FakeSensor())
+    )
+    assert "wrong output" in found.failure
+
+
 def test_the_libraries_are_verified_and_timed_like_the_kernels() -> None:
     every = contenders_for(BF16[:1], Element.BF16, fake_backend(), OPERATION)
     contenders = [contender for contender in every if not contender.refusal(SHAPE)]
@@ -487,14 +504,15 @@ def test_a_problem_leaves_no_tensor_behind_for_the_next() -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
     left: list[list[bool]] = []
 
-    def run(inputs: InputSet) -> torch.Tensor:
+    def run(inputs: InputSet) -> Mapping[str, torch.Tensor]:
         if inputs.problem.len_q == 128 and not left:
             left.append([tensor() is not None for tensor in seen])
-        output = own.run(inputs)
+        outputs = own.run(inputs)
         if inputs.problem.len_q == 64:
-            tensors = (*inputs.inputs.values(), *inputs.reference.expected.values(), output)
+            tensors = (*inputs.inputs.values(), *inputs.reference.expected.values())
+            tensors = (*tensors, *outputs.values())
             seen.extend(map(weakref.ref, tensors))
-        return output
+        return outputs
 
     gc.disable()
     try:

@@ -64,15 +64,15 @@ class InputSet:
 class Contender:
     """A kernel or a library that computes an operation.
 
-    run: computes the operation for an input set and returns the first output: the set's own buffer
-    or a new tensor.
+    run: computes the operation for an input set and returns its outputs by name, each the set's own
+    buffer or a new tensor. A library may lack some.
     config: None for a library. code: digest of the launched config's machine code; "" if unknown.
     is_verified: whether the output is compared. A copy computes nothing, so its output is not.
     """
 
     name: str
     config: Config | None
-    run: Callable[[InputSet], torch.Tensor]
+    run: Callable[[InputSet], Mapping[str, torch.Tensor]]
     code: Callable[[Config | None], str] = lambda ran: ""
     is_verified: bool = True
 
@@ -97,10 +97,10 @@ def kernel_contender(
     """Return a contender for one of the kernels, run by `execute`. codes: digests of the machine
     code, by the config that may be launched for it."""
 
-    def run(inputs: InputSet) -> torch.Tensor:
+    def run(inputs: InputSet) -> Mapping[str, torch.Tensor]:
         tensors = inputs.problem.arranged({**inputs.inputs, **inputs.outputs})
         execute(config, tensors, inputs.problem.call_options())
-        return next(iter(inputs.outputs.values()))
+        return inputs.outputs
 
     return Contender(
         config.short_form(), config, run, lambda ran: codes.get(ran, "") if ran else ""
@@ -112,9 +112,8 @@ def library_contender(name: str, operation: Operation) -> Contender:
     library = operation.first if name == control_name(operation) else name
     baselines = operation.part("baselines")
 
-    def run(inputs: InputSet) -> torch.Tensor:
-        outputs = baselines.run(library, inputs.problem, inputs.inputs)
-        return outputs[inputs.problem.outputs[0].name]
+    def run(inputs: InputSet) -> Mapping[str, torch.Tensor]:
+        return baselines.run(library, inputs.problem, inputs.inputs)
 
     return Contender(name, None, run, is_verified=library != operation.ceiling)
 
@@ -169,10 +168,15 @@ class _Verification:
         return f"wrong output: {self.error.excess(self.bound)}"
 
 
-def _verification(output: torch.Tensor, inputs: InputSet) -> _Verification:
-    name = inputs.problem.outputs[0].name
-    error = measure_error(output, inputs.reference.expected[name])
-    return _Verification(error, inputs.reference.bounds[name])
+def _verification(outputs: Mapping[str, torch.Tensor], inputs: InputSet) -> _Verification:
+    """Return that of the worst output."""
+    expected, bounds = inputs.reference.expected, inputs.reference.bounds
+    found = [
+        _Verification(measure_error(outputs[x.name], expected[x.name]), bounds[x.name])
+        for x in inputs.problem.outputs
+        if x.name in outputs
+    ]
+    return max(found, key=lambda check: check.severity)
 
 
 class _Entry:
@@ -181,7 +185,7 @@ class _Entry:
 
     def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: CudaTimer) -> None:
         self.contender, self.sets, self.timer = contender, sets, timer
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: list[Mapping[str, torch.Tensor]] = []
         self.recording: Recording | None = None
         self.worst: _Verification | None = None
         self.taken: dict[str, list[Taken]] = {}
@@ -217,14 +221,14 @@ class _Entry:
             self.recording.work()
             self.timer.synchronize()
             return
-        for output in self.outputs:
+        for output in (x for outputs in self.outputs for x in outputs.values()):
             output.fill_(torch.nan)
         self.recording.work()
         self.timer.synchronize()
         found = max(
             (
-                _verification(output, own)
-                for output, own in zip(self.outputs, self.sets, strict=True)
+                _verification(outputs, own)
+                for outputs, own in zip(self.outputs, self.sets, strict=True)
             ),
             key=lambda check: check.severity,
         )

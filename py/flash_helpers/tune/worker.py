@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -62,7 +62,7 @@ def cubin_contender(kernel: KernelFile, execute: Execute) -> Contender:
     code = cubin_code(Path(kernel.cubin))
     registered = kernel_contender(config, execute)
 
-    def run(inputs: InputSet) -> torch.Tensor:
+    def run(inputs: InputSet) -> Mapping[str, torch.Tensor]:
         if config.runs_as(inputs.problem.strides()) != config:
             raise ValueError(f"{kernel.config} is not for {inputs.problem}")
         if _registered.get(name) != kernel:
