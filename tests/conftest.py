@@ -104,6 +104,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def frozen() -> None:
+    """Leaves what other tests keep out of the garbage collections that a test asks for, each of
+    which would take a second or two."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""

@@ -10,6 +10,8 @@ from fake_backend import ROOT, load_tool
 
 from flash_helpers.kernel_configs import OPERATIONS, get_kernel_progression_configs
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 
 @pytest.fixture
 def tool(monkeypatch):

@@ -13,6 +13,8 @@ from fake_backend import ROOT, load_tool
 from flash_helpers.ptx import DeviceMemory, RepeatedWorkLint, Run, TensorMap, load_ptx
 from flash_helpers.ptx.run.watch.agents import AgentWatch
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 TILES = 3
 
 

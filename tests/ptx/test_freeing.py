@@ -28,7 +28,6 @@ def batches(monkeypatch):
         found.extend(weakref.ref(part) for part in parts)
 
     monkeypatch.setattr(Scheduler, "__init__", begin)
-    gc.collect()
     gc.disable()
     yield found
     gc.enable()
