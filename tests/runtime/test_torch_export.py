@@ -47,6 +47,7 @@ def test_a_saved_module_computes_problems_of_other_sizes(exported, tmp_path) -> 
         assert torch.equal(loaded(*given), Block()(*given))
 
 
+@pytest.mark.matrix("overlap")  # g++ takes half a minute; CONFIG and what attention() takes here
 def test_a_compiled_package_computes_problems_of_other_sizes(exported, tmp_path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++")
