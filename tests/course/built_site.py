@@ -8,20 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from browser import skip_or_fail
-from tiers import leads
 
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.site import SiteError, require_site_packages
 from flash_helpers.course.site_views import View, step_views, view_name
-from flash_helpers.kernel_configs import STEPS
-from flash_helpers.registry.family import Step
+from flash_helpers.kernel_configs import FAMILIES, STEPS
+from flash_helpers.registry.family import Family, Step
 
 STEP = STEPS["v7"]
 """The step whose page and view the tests of the browser look at."""
 INDENTED = STEPS["v3"]
 """The step whose first change begins beyond column 40."""
-BUILT = [step for step in STEPS.values() if leads(step) or step in (STEP, INDENTED)]
-"""The steps whose views stand in the site of the first tier."""
+
+
+def _first_families() -> list[Family]:
+    """Return the first family of each operation and kind of tensor instructions."""
+    kinds = {(f.operation.name, f.is_portable): f for f in reversed(FAMILIES.values())}
+    return [family for family in FAMILIES.values() if family in kinds.values()]
+
+
+ENDS = [[*family.steps.values()][n] for family in _first_families() for n in (0, -1)]
+"""The first and the last step of one family of each kind."""
+BUILT = list(dict.fromkeys([*ENDS, STEP, INDENTED]))
+"""The steps whose views stand in the site of the first tier: all views are made in one way."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flash_helpers.course.site import build_site
 
 @pytest.fixture(scope="session")
 def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> BuiltSite:
-    """The site, with the views of the steps that lead."""
+    """The site, with the views of the steps in BUILT."""
     require_builder()
     folder = tmp_path_factory.mktemp("course") / "site"
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from browser import open_browser, requested_urls, waiting
-from built_site import BUILT, INDENTED, STEP, BuiltSite, stand_ins
+from built_site import BUILT, ENDS, INDENTED, STEP, BuiltSite, stand_ins
 
 from flash_helpers.course.pages import COURSE, PAGES, Page
 from flash_helpers.course.site_links import broken_links
@@ -560,15 +560,14 @@ class TestView:
             pane,
         )
 
-    # all views are made in one way; these stand in BUILT
-    @pytest.mark.parametrize("step", [[*f.steps][n] for f in FAMILIES.values() for n in (0, -1)])
-    def test_opens_at_what_changed(self, reader: Reader, step: str) -> None:
+    @pytest.mark.parametrize("step", ENDS, ids=lambda step: step.id)
+    def test_opens_at_what_changed(self, reader: Reader, step: Step) -> None:
         """CUDA at the first line that changed, and all that can be."""
         reader.screen(LOW)
-        reader.open(str(view_name(STEPS[step])))
+        reader.open(str(view_name(step)))
         for pane in ("cuda", "ptx", "sass"):
             news = self.marks(reader, pane) & set("+-~>}")
-            assert not (pane == "cuda" and STEPS[step].parent and not news)
+            assert not (pane == "cuda" and step.parent and not news)
             cursors = reader.all(f"[data-pane={pane}] .cursor > .mark")
             assert len(cursors) == bool(news), pane
             for cursor in cursors:

@@ -18,7 +18,7 @@ import pytest
 
 from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER, listed_configs
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, Element, config_from_short_form
-from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.family import Family
 from flash_helpers.registry.operation import Operation
 from flash_helpers.tune.winners import BestConfig, load_best
 
@@ -75,11 +75,6 @@ def leading_configs(name: str) -> frozenset[Config]:
 
 def _head_sizes(config: Config) -> tuple[Any, ...]:
     return getattr(config, "d_head", None), getattr(config, "d_v", None)
-
-
-def leads(step: Step) -> bool:
-    """Whether a config of the step leads its family."""
-    return any(config.step is step for config in leading_configs(step.family))
 
 
 def stands_for_its_step(config: Config) -> bool:
