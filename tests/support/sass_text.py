@@ -153,11 +153,11 @@ def guard_text(encoding: int, uniform: bool = False) -> str:
 
 
 def _is_read_first(config: Config) -> bool:
-    """Whether the first tier reads it: what leads, and the fixed config of another step whose
-    family's machine code is in the library."""
+    """Whether the first tier reads it: the fixed config in the usual dtype, of a step that leads or
+    whose family's machine code is in the library."""
     family = config.family
     is_fixed = config == family.fixed_config(config.step, usual_dtype(family))
-    return is_of_first_tier(config) or (is_fixed and family.in_library)
+    return is_fixed and (family.in_library or is_of_first_tier(config))
 
 
 def parts_of(configs: Iterable[Config]) -> list[ParameterSet]:
@@ -188,9 +188,9 @@ def kernels_of(configs: tuple[Config, ...], architecture: str) -> dict[Config, K
 
 
 def kernel_of(config: Config, architecture: str) -> Kernel:
-    """The kernel of a config of PROGRESSION, read with all others of its part of the tiers."""
-    is_first = _is_read_first(config)
-    together = (c for c in PROGRESSION if _is_read_first(c) is is_first)
+    """The kernel of a config of PROGRESSION, read with all others that the first tier reads if it
+    is one of them."""
+    together = filter(_is_read_first, PROGRESSION) if _is_read_first(config) else [config]
     return kernels_of((*together,), architecture)[config]
 
 
