@@ -333,7 +333,7 @@ GENERAL = Family(
     header=PurePosixPath("kernels/general/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=14_000_000,
+    simulated_budget=9_000_000,
     matrix_budget=24_000_000,
     also_listed=_more_configs,
 )

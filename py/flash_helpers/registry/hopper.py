@@ -300,7 +300,7 @@ HOPPER = Family(
     header=PurePosixPath("src/include/flash_attention.cuh"),
     dtypes=DTYPES,
     computing=frozenset({LAZY_RESCALE, REPLAYS, UNCHECKED, ASKS_LATE, RAGGED}),
-    simulated_budget=21_000_000,
+    simulated_budget=16_000_000,
     matrix_budget=66_000_000,
     also_listed=tuned_configs,
 )

@@ -365,7 +365,7 @@ OVERLAP = Family(
     successor=successor,
     # A test whose cache two workers fill counts twice.
     in_library=True,
-    simulated_budget=20_000_000,
+    simulated_budget=13_000_000,
     matrix_budget=40_000_000,
     also_listed=last_variants,
 )
