@@ -18,6 +18,7 @@ from flash_helpers.console.command_line import (
     run_tool,
 )
 from flash_helpers.console.progress import bar
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.live_registers import RESULTS, compare_kernels
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.measure.machine_code import listed_configs, own_chosen
@@ -42,6 +43,12 @@ exit status: 0 compared, 2 wrong usage or a kernel that does not compile, 130 in
 """
 
 
+def _made_for(architecture: str) -> list[Config]:
+    """Listed configs with code for an architecture itself: sm_90 does not stand for sm_90a here."""
+    found = listed_configs(architecture)
+    return [config for config in found if config.family.target_on(architecture) == architecture]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print and write; returns the exit status."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
@@ -60,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         found = compare_kernels(
-            {name: own_chosen(name, listed_configs(name)) for name in arguments.arch},
+            {name: own_chosen(name, _made_for(name)) for name in arguments.arch},
             arguments.commit or git_commit(ROOT),
             lambda cubins: bar(cubins, desc="compare", unit="cubin"),
         )
