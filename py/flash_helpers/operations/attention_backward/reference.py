@@ -7,7 +7,7 @@ not belong to them shows.
 The bound of a gradient G, with u the unit roundoff of the dtype (2^-11 for fp16, 2^-8 for bf16), R
 the float64 result and `plain` plain PyTorch, with each operation's result rounded to the dtype:
 
-    max |G - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
+    max |G - R|          <=  2 max |plain - R|  +  half an ulp at max |R|  +  2^-20 / u max A
     ||G - R|| / ||R||    <=  ||A|| / ||R||
 
 The relative error cannot stay below u, as that of O does: dP - delta cancels, and with uniform rows
@@ -24,7 +24,8 @@ squares element by element, t = r + c and f = t^2 + r^2 + s^2:
 
 c and s are 0 without a softcap. With one, c is the error of the logarithm of P by the hardware's
 tanh (`attention_forward.reference`), and s = 2^-15 that of 1 - tanh^2, whose tanh is right to
-2^-16. Where ||A|| exceeds ||R||, as with a dQ of 0, the first line alone limits the error.
+2^-16. Where ||A|| exceeds ||R||, as with a dQ of 0, the first line alone limits the error. Its last
+term is that of sums in float32, of 16 roundings of 2^-24: with one key, plain PyTorch may be exact.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from flash_helpers.operations.attention_forward.reference import (
 )
 
 _TANH_SQUARED_ERROR = 2.0**-15
+_SUMS_ERROR = 2.0**-20  # of sums in float32, relative
 
 
 class Gradients(NamedTuple):
@@ -186,9 +188,11 @@ def gradients_reference(
                 "they set no bound: use smaller values"
             )
         norm = torch.linalg.vector_norm(right).item()
-        of_all = torch.linalg.vector_norm(getattr(allowed, name)).item()
+        roundings: torch.Tensor = getattr(allowed, name)
+        of_all = torch.linalg.vector_norm(roundings).item()
+        of_sums = _SUMS_ERROR / (torch.finfo(q.dtype).eps / 2) * roundings.max().item()
         bounds[name] = OutputError(
-            max_abs=2 * error.max_abs + half_ulp(right.abs().max().item(), q.dtype),
+            max_abs=2 * error.max_abs + half_ulp(right.abs().max().item(), q.dtype) + of_sums,
             relative=of_all / norm if of_all < norm else math.inf,
         )
     return Reference(expected._asdict(), bounds)
