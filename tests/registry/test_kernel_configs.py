@@ -53,7 +53,7 @@ def fields_of(family) -> list[str]:
 def mangled(config: FlashForwardKernelConfig) -> str:
     """The kernel's symbol by the rules of the Itanium C++ ABI."""
     namespace, name = config.step.namespace, config.short_form()
-    (function,) = config.kernels
+    function = config.main_kernel
     kernel = f"{len(namespace)}{namespace}{len(function)}{function}I{len(name)}{name}E"
     return f"_ZN{kernel}Ev17ForwardKernelArgs"
 
@@ -287,7 +287,7 @@ class TestSymbol:
     def test_demangled_and_mangled_parse_back_for_every_config(self):
         for config in EVERY_CONFIG:
             namespace, name = config.step.namespace, config.short_form()
-            (function,) = config.kernels
+            function = config.main_kernel
             demangled = f"void {namespace}::{function}<{name}>(Arguments)"
             assert config_from_symbol(demangled) == config
             assert config_from_symbol(mangled(config)) == config

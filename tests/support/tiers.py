@@ -116,7 +116,8 @@ def is_of_gpu_tier(config: Config, *, once: bool = False) -> bool:
     which each step has a case."""
     family = config.family
     first = next(iter(family.steps.values()))
-    leads = config in leading_configs(family.name) and config.step is not first
+    is_first = config.step is first and len(family.steps) > 1
+    leads = config in leading_configs(family.name) and not is_first
     return leads or (once and stands_for_its_step(config))
 
 

@@ -16,7 +16,7 @@ from flash_helpers import gpu
 from flash_helpers.console.progress import Progress, progress_bar
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import Config, Element, Problem
-from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
+from flash_helpers.ptx import DeviceMemory, Kernel, LaunchError, Observer, PtxError, Run, load_ptx
 from flash_helpers.ptx.tensor_map import TensorMap as SimulatedTensorMap
 from flash_helpers.registry.call import Call, Launch, TensorMap
 from flash_helpers.runtime.library import ptx_path
@@ -50,14 +50,20 @@ def load_kernels(config: Config, ptx: str | Path | None = None) -> dict[str, Ker
     `ptx`: text or path of a module. Raises as `load_kernel` does, LaunchError also if the module
     holds none of the kernels, and BuildError if a kernel does not compile.
     """
-    given = load_ptx(ptx) if ptx is not None else None
-    if given is not None and not {*given.kernels} & {*config.kernels.values()}:
-        return {name: given.kernel(name) for name in config.kernels.values()}  # which raises
-    return {
-        name: given.kernel(name)
-        if given is not None and name in given.kernels
-        else _read_kernel(config, ptx_path(config, function), function)
+    given: dict[str, Kernel] = {}
+    absent: list[LaunchError] = []
+    for function, name in config.kernels.items():
+        try:
+            if ptx is not None:
+                given[name] = load_kernel(config, ptx, function)
+        except LaunchError as error:
+            absent.append(error)
+    if absent and not given:
+        raise absent[0]
+    return given | {
+        name: _read_kernel(config, ptx_path(config, function), function)
         for function, name in config.kernels.items()
+        if name not in given
     }
 
 
