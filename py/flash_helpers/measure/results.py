@@ -817,12 +817,19 @@ def results_for(path: Path | None, root: Path) -> BenchmarkResults | None:
 
 def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
     """Results that tables, plots and pages show for each family, by the family's name. All are of
-    one GPU: the given results, or a family's own file FAMILY_GPU.json of that GPU below `root`.
+    one GPU: the given results, or a family's own file FAMILY_GPU.json of that GPU below `root`. A
+    family of an operation that neither has measured has results without measurements.
 
     Raises as `load_results` does, and ValueError for a family that was measured on other GPUs only.
     """
     gpu = results.provenance.gpu
-    found = dict.fromkeys(FAMILIES, results)
+    measured = {m.operation.name for m in results.measurements}
+    found = {
+        name: results
+        if family.operation.name in measured
+        else replace(results, measurements=(), libraries=())
+        for name, family in FAMILIES.items()
+    }
     for family in FAMILIES:
         paths = (root / RESULTS).parent.glob(f"{family}_*.json")
         own = [
@@ -838,7 +845,7 @@ def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, Benchm
                 f"speeds of two GPUs are not compared, measure {family} on {gpu} "
                 "(benchmarks/measure_family.py)"
             )
-        found[family] = same[-1] if same else results
+        found[family] = same[-1] if same else found[family]
     return found
 
 
