@@ -5,12 +5,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_helpers.check.faults import Fault
+from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
-from flash_helpers.kernel_configs import Config
+from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
+from flash_helpers.ptx import Phase, RaceError
 
-FAULTS: dict[str, Fault] = {}
+PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
+BF16 = Element.BF16
+BARRIER = r"bar\.sync"
+
+FAULTS = {
+    "p1: queries are read without a barrier after the wait": Fault(
+        "p1", BF16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError, "ldmatrix_x4(",
+        kernel="dkdv_kernel",
+    ),
+    "p1: dK lacks the scale, which S has": Fault(
+        "p1", BF16, EPILOGUE, r"mul\.f32", swap(r"mul\.f32\s+(%f\d+), (%f\d+), .*;",
+        r"mov.f32 \1, \2;"), quantity="dk", kernel="dkdv_kernel",
+    ),
+}  # fmt: skip
 
 
 def problem_of(config: Any) -> AttentionBackward:

@@ -1,0 +1,52 @@
+#pragma once
+// Config and arguments of the backward_sync family's kernels, shared with the host. Python has the
+// same types: see flash_attention.cuh.
+
+#include "flash_attention.cuh"
+
+// The kernels of one config of the backward_sync family.
+struct BackwardSyncKernelConfig {
+    // fields:begin
+    int backward_sync; // the step
+    DType dtype;
+    int d_head;
+    int B_r; // rows of a thread block: of dQ, or of dK and dV
+    int B_c; // rows of one step of its main loop: keys, or queries
+    bool causal; // a causal mask, aligned to the bottom right
+    bool window; // a query sees keys within a distance
+    bool softcap; // limits the logits by tanh
+    bool varlen; // sequences of various lengths, one after the other
+    // fields:end
+
+    constexpr int row_warps() const { return B_r / 16; }
+    // Warps that share 16 rows of dK and dV. A wide head takes two, because dK and dV of 16 keys
+    // fill 2 · 16 · 128 / 32 = 128 registers per thread at d_head 128.
+    constexpr int column_warps() const { return d_head > 128 ? 2 : 1; }
+    friend auto operator<=>(const BackwardSyncKernelConfig &,
+                            const BackwardSyncKernelConfig &) = default;
+};
+
+// What the gradients need of a query beside its rows of Q and dO.
+struct Statistics {
+    float lse; // log2(e) · LSE, or +infinity where the query sees no key, so that P is 0
+    float delta; // Σ dO ∘ O
+};
+
+// dO, Q, O and dQ have the shape (batch, len_q, heads, d_head), K, V, dK and dV (batch, len_k,
+// heads / heads_per_kv, d_head), the LSE and the statistics (batch, heads, len_q). Sequences of
+// various lengths are one batch: len_q and len_k are their totals.
+struct BackwardSyncKernelArgs {
+    const void *dO, *Q, *K, *V, *O;
+    void *dQ, *dK, *dV;
+    TensorStrides dO_strides, Q_strides, K_strides, V_strides, O_strides;
+    TensorStrides dQ_strides, dK_strides, dV_strides;
+    const float *lse;
+    Statistics *statistics;
+    int len_q, len_k, heads_per_kv;
+    float softmax_scale;
+    float scale; // log2(e) · softmax_scale, or log2(e) · softcap
+    float scale_in_cap; // softmax_scale / softcap
+    int window_left, window_right; // keys beside its own that a query sees
+    const int *cu_seqlens_q, *cu_seqlens_k; // begins of sequences, and the total; or null
+    int n_sequences;
+};

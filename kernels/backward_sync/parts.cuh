@@ -1,0 +1,102 @@
+#pragma once
+// Parts of the backward_sync family's kernels that no step is about: the tile of a thread block,
+// the band of columns that its rows are multiplied with, and stores of fragments.
+//
+// A thread block has a tile of rows and walks blocks of columns: in dq_kernel rows are queries and
+// columns are keys, in dkdv_kernel rows are keys and columns are queries.
+
+#include "kernels/backward_sync/arguments.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+
+// A tile in its sequence, which has n_rows and n_columns and begins at row_begin and column_begin
+// of the tensors.
+struct Tile {
+    int first_row, n_rows, n_columns, row_begin, column_begin;
+};
+
+// The tile of this thread block. Of sequences of various lengths number n has the thread blocks
+// from begin / kRows + n on: as many as its rows need, or one more, whose tile begins past the
+// rows. Begins that are no rows of the tensors, or fall, give no tile outside of them.
+template <typename Kernels, int kRows>
+__device__ __forceinline__ Tile find_tile(const int *row_begins, const int *column_begins,
+                                          int n_sequences, int n_rows, int n_columns) {
+    if constexpr (!Kernels::value.varlen) {
+        return {int(blockIdx.x) * kRows, n_rows, n_columns, 0, 0};
+    }
+    int n = 0, end = n_sequences; // the last n whose blocks begin with this one or before it
+    while (end - n > 1) {
+        const int middle = n + (end - n) / 2;
+        (row_begins[middle] / kRows + middle <= int(blockIdx.x) ? n : end) = middle;
+    }
+    auto within = [](int begin, int least, int most) { return min(max(begin, least), most); };
+    const int row_begin = within(row_begins[n], 0, n_rows);
+    const int column_begin = within(column_begins[n], 0, n_columns);
+    const int number = int(blockIdx.x) - n - row_begin / kRows;
+    const int row_end = within(row_begins[n + 1], row_begin, n_rows);
+    const int column_end = within(column_begins[n + 1], column_begin, n_columns);
+    return {number < 0 ? n_rows : number * kRows, row_end - row_begin, column_end - column_begin,
+            row_begin, column_begin};
+}
+
+// Row r meets the columns from r + first to r + last.
+struct Band {
+    int first, last;
+};
+
+// The keys that a query sees: masks are aligned to the bottom right.
+template <typename Kernels>
+__device__ __forceinline__ Band keys_of_query(const BackwardSyncKernelArgs &args, int len_q,
+                                              int len_k) {
+    constexpr auto cfg = Kernels::value;
+    constexpr int kNone = 1 << 30; // further than any two rows
+    const int own = len_k - len_q;
+    return {cfg.window ? own - args.window_left : -kNone, cfg.causal   ? own
+                                                          : cfg.window ? own + args.window_right
+                                                                       : kNone};
+}
+
+// Elements of P and dS, 16 rows of a warp from `row` on and the columns from `column` on, become 0
+// where a row does not meet the column. A lane has columns 2t and 2t + 1 of every eight, of rows g
+// and g + 8.
+template <int kTiles>
+__device__ __forceinline__ void hide(float (&P_rmem)[1][kTiles][4], float (&dS_rmem)[1][kTiles][4],
+                                     Band band, int n_columns, int row, int column) {
+    row += threadIdx.x % 32 / 4;
+    column += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first = row + half * 8 + band.first - column;
+        const int end = min(row + half * 8 + band.last + 1, n_columns) - column;
+#pragma unroll
+        for (int n = 0; n < kTiles * 2; ++n) {
+            const int offset = n / 2 * kMmaN + n % 2;
+            const bool visible = offset >= first && offset < end;
+            float &P = P_rmem[0][n / 2][half * 2 + n % 2],
+                  &dS = dS_rmem[0][n / 2][half * 2 + n % 2];
+            P = visible ? P : 0;
+            dS = visible ? dS : 0;
+        }
+    }
+}
+
+// X = C · factor, registers → global: the first n_rows of a warp's 16 rows; X_gmem points to the
+// first element.
+template <DType kDType, int kTiles>
+__device__ __forceinline__ void store_rows(Element *X_gmem, int64_t row_stride, int n_rows,
+                                           const float (&C_rmem)[1][kTiles][4], float factor) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = half * 8 + lane / 4;
+        if (row < n_rows) {
+            uint32_t *row_gmem =
+                reinterpret_cast<uint32_t *>(X_gmem + row * row_stride + lane % 4 * 2);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                const float *C = &C_rmem[0][n][half * 2];
+                row_gmem[n * kMmaN / 2] = pack<kDType>(C[0] * factor, C[1] * factor);
+            }
+        }
+    }
+}

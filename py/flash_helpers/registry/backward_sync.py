@@ -1,0 +1,393 @@
+"""The backward_sync family: the gradients of attention with `mma.sync`, on every GPU from sm_80 on.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers import gpu
+from flash_helpers.gpu import Device
+from flash_helpers.operations.attention_backward import OPERATION
+from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
+from flash_helpers.operations.attention_backward.supports import AttentionBackwardSupports
+from flash_helpers.operations.attention_forward.supports import (
+    GROUPED_HEADS,
+    MAX_LENGTH,
+    SOFTCAP,
+    SOFTMAX_SCALE,
+    TWO_LENGTHS,
+    VARLEN,
+    WINDOW,
+)
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    STRIDES,
+    Address,
+    Buffer,
+    Call,
+    Launch,
+    StructLayout,
+    starts,
+)
+from flash_helpers.registry.config import (
+    Config,
+    differing_fields,
+    element,
+    flag,
+    number,
+    with_flags,
+)
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.mma_sync import (
+    CHUNK_BYTES,
+    DTYPES,
+    ELEMENT_BYTES,
+    MAX_ROW_STRIDE,
+    MMA_K,
+    MMA_M,
+    MMA_N,
+    TARGETS,
+)
+from flash_helpers.registry.problem import Element, Strides
+
+FLAGS = ("causal", "window", "softcap", "varlen")  # of a config, for which kernels are compiled
+
+STATISTICS = "statistics"  # a buffer: of each query the scaled LSE and delta, float32
+STATISTICS_BYTES = 8
+# Sums of two lengths and a bound of the window are an int.
+MAX_ROWS = MAX_LENGTH // 4
+DELTA_THREADS = 128
+WIDE_HEAD = 128  # of wider heads two warps share 16 rows of dK and dV
+
+DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
+_POINTERS = {"dO": "do", **{name: name.lower() for name in "QKVO"}}
+_GRADIENTS = {f"d{of.upper()}": name for name, of in GRADIENTS.items()}
+
+ARGUMENTS = StructLayout(
+    "BackwardSyncKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys((*_POINTERS, *_GRADIENTS), POINTER),
+            **{f"{name}_strides": STRIDES for name in (*_POINTERS, *_GRADIENTS)},
+            **dict.fromkeys(("lse", STATISTICS), POINTER),
+            **dict.fromkeys(("len_q", "len_k", "heads_per_kv"), INT),
+            **dict.fromkeys(("softmax_scale", "scale", "scale_in_cap"), FLOAT),
+            **dict.fromkeys(("window_left", "window_right"), INT),
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), POINTER),
+            "n_sequences": INT,
+        }
+    ),
+)
+
+
+@dataclass(frozen=True)
+class BackwardSyncKernelConfig(Config):
+    """The three kernels of one config: the statistics of queries, dQ, and dK with dV.
+
+    `B_r`, `B_c`: rows of a thread block's own tile, and of the blocks that it walks. In dq_kernel
+    the own rows are queries, in dkdv_kernel they are keys. `causal`: the kernels mask, and take
+    causal problems alone. `window`, `softcap`, `varlen`: likewise of problems with a window, with a
+    softcap, and of sequences of various lengths.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    example: ClassVar[str] = "p1_bf16_d128_Br64_Bc64"
+
+    backward_sync: int = number("p", "the step")
+    dtype: Element = element()
+    d_head: int = number("d")
+    B_r: int = number("Br", "rows of a thread block: of dQ, or of dK and dV")
+    B_c: int = number("Bc", "rows of one step of its main loop: keys, or queries")
+    causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
+    window: bool = flag("window", "a query sees keys within a distance", default=False)
+    softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
+    varlen: bool = flag(
+        "varlen", "sequences of various lengths, one after the other", default=False
+    )
+
+    @property
+    def family(self) -> Family[Any]:
+        """The backward_sync family."""
+        return BACKWARD_SYNC
+
+    @property
+    def main_kernel(self) -> str:
+        """dkdv_kernel: four of the seven products."""
+        return DKDV
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block of dkdv_kernel, the most of all kernels."""
+        return self.block(DKDV)[0]
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block of dkdv_kernel in bytes, the most of all kernels."""
+        return self.block(DKDV)[1]
+
+    @property
+    def _tile_bytes(self) -> int:
+        """Bytes of two tiles of B_r rows and two of B_c."""
+        return 2 * (self.B_r + self.B_c) * self.d_head * ELEMENT_BYTES
+
+    @property
+    def delta_rows(self) -> int:
+        """Queries of one block of delta_kernel: a lane has 16 bytes of a row, and a row a power of
+        two of lanes."""
+        lanes = 1 << (self.d_head * ELEMENT_BYTES // CHUNK_BYTES - 1).bit_length()
+        return DELTA_THREADS // lanes
+
+    def block(self, kernel: str) -> tuple[int, int]:
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
+        if kernel == DELTA:
+            return DELTA_THREADS, 0
+        if kernel == DQ:
+            return self.B_r // MMA_M * gpu.WARP, self._tile_bytes
+        column_warps = 2 if self.d_head > WIDE_HEAD else 1
+        statistics = self.B_c * STATISTICS_BYTES
+        return self.B_r // MMA_M * column_warps * gpu.WARP, self._tile_bytes + statistics
+
+    def variants(self) -> tuple[BackwardSyncKernelConfig, ...]:
+        """Return the config, and those with other flags, the most alike first; then the same of the
+        other head sizes' tiles."""
+        return _variants(self)
+
+    def of_size(self, d_head: int) -> BackwardSyncKernelConfig:
+        """Return the config of the same step, dtype and flags with the usual tile of a head
+        size."""
+        return self.replace(d_head=d_head, **TILES[d_head])
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        if self.d_head not in TILES:
+            raise ValueError(
+                f"d_head {self.d_head} is not built: choose one of "
+                f"{', '.join(map(str, TILES))}, and pad with zeros"
+            )
+        for name, rows in (("B_r", self.B_r), ("B_c", self.B_c)):
+            if rows not in (32, 64, 128):
+                raise ValueError(f"{name} {rows} is not 32, 64 or 128: choose one of these")
+        for kernel in (DQ, DKDV):
+            per_pass = self.block(kernel)[0] * CHUNK_BYTES // self._piece_bytes
+            if self.B_c % per_pass or self.B_r % per_pass:
+                raise ValueError(
+                    f"B_r {self.B_r} and B_c {self.B_c}: the threads of {kernel} copy {per_pass} "
+                    f"rows at once: choose multiples of {per_pass}, or a smaller B_r"
+                )
+        most = {target: gpu.LIMITS[int(target)].smem_bytes for target in TARGETS}
+        if self.smem_bytes > max(most.values()):
+            limits = ", ".join(f"sm_{target} {limit}" for target, limit in most.items())
+            raise ValueError(
+                f"B_r {self.B_r} and B_c {self.B_c} need {self.smem_bytes} bytes of shared memory, "
+                f"over every limit ({limits}): lower B_r or B_c"
+            )
+
+    @property
+    def _piece_bytes(self) -> int:
+        """Bytes of a row that neighbouring threads copy together."""
+        return (32 if self.d_head % 64 else 64) * ELEMENT_BYTES
+
+    @property
+    def supports(self) -> AttentionBackwardSupports:
+        """Any lengths, with one head size; flags of the config add to that."""
+        flags = {WINDOW: self.window, SOFTCAP: self.softcap, VARLEN: self.varlen}
+        compiled = frozenset(name for name, is_on in flags.items() if is_on)
+        return AttentionBackwardSupports(
+            dtype=self.dtype,
+            d_heads=(self.d_head,),
+            blocks=MappingProxyType({}),
+            alignment=CHUNK_BYTES,
+            max_row_stride=MAX_ROW_STRIDE,
+            max_length=MAX_ROWS,
+            B_r=self.B_r,
+            B_c=self.B_c,
+            causal=self.causal,
+            abilities=compiled | {TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE},
+            exact=compiled,
+        )
+
+    def _tiles(self, length: int, rows: int, sequences: int) -> int:
+        """Return the tiles of a length: of sequences of various lengths so many at most."""
+        return length // rows + sequences if sequences else -(-length // rows)
+
+    def _grids(self, problem: AttentionBackward) -> dict[str, tuple[int, int]]:
+        """Return the x and y dimensions of each kernel's grid; z is the batch."""
+        sequences = problem.sequences
+        return {
+            DELTA: (-(-problem.len_q // self.delta_rows), problem.heads),
+            DQ: (self._tiles(problem.len_q, self.B_r, sequences), problem.heads),
+            DKDV: (self._tiles(problem.len_k, self.B_r, sequences), problem.kv_heads),
+        }
+
+    def _values(self, problem: AttentionBackward, strides: Strides) -> dict[str, tuple[float, ...]]:
+        """Return the members of the arguments that are no addresses."""
+        scale = problem.softcap or problem.softmax_scale
+        left, right = problem.window_left, problem.window_right
+        own = {**_POINTERS, **_GRADIENTS}
+        return {
+            **{f"{member}_strides": strides[name][:3] for member, name in own.items()},
+            "len_q": (problem.len_q,),
+            "len_k": (problem.len_k,),
+            "heads_per_kv": (problem.heads // problem.kv_heads,),
+            "softmax_scale": (problem.softmax_scale,),
+            "scale": (scale * math.log2(math.e),),
+            "scale_in_cap": (problem.softmax_scale / scale,),
+            "window_left": (problem.len_k if left is None else left,),
+            "window_right": (problem.len_q if right is None else right,),
+            "n_sequences": (problem.sequences,),
+        }
+
+    def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
+        """Return the launches of the three kernels in turn; several of each if the batches exceed
+        the z dimension of a grid."""
+        names = {**_POINTERS, **_GRADIENTS, "lse": "lse"}
+        if problem.sequences:
+            names |= {name: name for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        per_batch = problem.heads * problem.len_q * STATISTICS_BYTES
+        batch_bytes = {STATISTICS: per_batch} | {
+            tensor.name: strides[tensor.name][0] * tensor.element.bytes * ("batch" in tensor.axes)
+            for tensor in problem.tensors
+            if tensor.name in names.values()
+        }
+        values = self._values(problem, strides)
+        most = gpu.MAX_GRID[2]
+        launches = tuple(
+            Launch(
+                kernel=self.kernels[kernel],
+                grid=(*grid, min(problem.batch - first, most)),
+                block=self.block(kernel)[0],
+                shared_bytes=self.block(kernel)[1],
+                layout=ARGUMENTS,
+                values=values,
+                addresses=tuple(
+                    Address(ARGUMENTS.offset(member), name, first * batch_bytes[name])
+                    for member, name in {**names, STATISTICS: STATISTICS}.items()
+                ),
+            )
+            for kernel, grid in self._grids(problem).items()
+            for first in starts(problem.batch, most)
+        )
+        return Call(launches, (Buffer(STATISTICS, problem.batch * per_batch, zeroed=False),))
+
+    def work(self, problem: AttentionBackward, device: Device) -> float:
+        """Return the scores of queries and keys that dq_kernel and dkdv_kernel compute, in whole
+        tiles, as many on each SM as on the busiest; weighted by their three and four products."""
+        grids = self._grids(problem)
+        walked = {DQ: problem.len_k, DKDV: problem.len_q * problem.heads // problem.kv_heads}
+        total = 0.0
+        for kernel, products in ((DQ, 3), (DKDV, 4)):
+            tiles = math.prod(grids[kernel]) * problem.batch
+            tiles = -(-tiles // device.sms) * device.sms
+            blocks = -(-walked[kernel] // self.B_c)
+            total += products * tiles * blocks * self.B_r * self.B_c
+        return total
+
+    def most_runs(self, problem: AttentionBackward, device: Device) -> int:
+        """Return twice the blocks of columns that a tile walks, and as many as a search for a
+        sequence takes."""
+        group = problem.heads // problem.kv_heads
+        blocks = -(-max(problem.len_k, problem.len_q) // self.B_c)
+        return 2 * (group * (blocks + 2) + problem.sequences.bit_length() + 8)
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of queries of dkdv_kernel, and the tensor instructions per warp for its four
+        products."""
+        scores = self.B_c // MMA_N * (self.d_head // MMA_K)
+        column_warps = 2 if self.d_head > WIDE_HEAD else 1
+        gradients = self.d_head // column_warps // MMA_N * (self.B_c // MMA_K)
+        return "block of queries", 2 * scores + 2 * gradients
+
+    def loop_runs(self, size: int) -> int:
+        """Return the number of blocks of queries."""
+        return -(-size // self.B_c)
+
+
+def _tile(B_r: int, B_c: int) -> Mapping[str, int]:
+    return MappingProxyType({"B_r": B_r, "B_c": B_c})
+
+
+# Usual tiles by head size, of 96 KB of shared memory at most: sm_86 and sm_89 have 99 KB per block.
+TILES: Mapping[int, Mapping[str, int]] = MappingProxyType(
+    {64: _tile(64, 64), 96: _tile(64, 32), 128: _tile(64, 32), 256: _tile(64, 32)}
+)
+
+# Of the other head sizes these are listed: each once, in every dtype, and flags.
+_LISTED: Mapping[int, tuple[Element, Mapping[str, bool]]] = MappingProxyType(
+    {
+        64: (Element.FP16, {"causal": True}),
+        96: (Element.BF16, {}),
+        256: (Element.FP16, {"causal": True, "window": True}),
+    }
+)
+
+_BASE: Mapping[str, Any] = MappingProxyType(
+    {"d_head": 128, **TILES[128], **dict.fromkeys(FLAGS, False)}
+)
+
+
+@functools.cache  # a choice asks for them at each call
+def _variants(own: BackwardSyncKernelConfig) -> tuple[BackwardSyncKernelConfig, ...]:
+    sizes = [own, *(own.of_size(d_head) for d_head in TILES if d_head != own.d_head)]
+    return tuple(found for config in sizes for found in with_flags(config, FLAGS))
+
+
+def last_variants() -> list[BackwardSyncKernelConfig]:
+    """Return the last step's config in bf16 with each flag alone, and with all; and one config of
+    each other head size."""
+    last = [*BACKWARD_SYNC.steps.values()][-1]
+    own = BACKWARD_SYNC.fixed_config(last, Element.BF16)
+    *fewer, every = with_flags(own, FLAGS)
+    alone = (config for config in fewer if len(differing_fields(config, own)) < 2)
+    others = (
+        BACKWARD_SYNC.fixed_config(last, dtype).of_size(d_head).replace(**flags)
+        for d_head, (dtype, flags) in _LISTED.items()
+    )
+    return [*alone, every, *others]
+
+
+def _file(number: int) -> str:
+    return f"kernels/backward_sync/p{number}.cuh"
+
+
+BACKWARD_SYNC = Family(
+    name="backward_sync",
+    operation=OPERATION,
+    title="the gradients of attention with `mma.sync`",
+    prefix="p",
+    rank=6,
+    config=BackwardSyncKernelConfig,
+    base=_BASE,
+    entries=(
+        StepEntry(
+            "two_kernels",
+            "a kernel for dQ and one for dK and dV, and no sum over thread blocks",
+            _file(1),
+            opens={
+                "d_head": (128,),
+                "B_r": (32, 64, 128),
+                "B_c": (32, 64),
+                **dict.fromkeys(FLAGS, (False,)),
+            },
+        ),
+    ),
+    targets=TARGETS,
+    kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV), ARGUMENTS)),
+    header=PurePosixPath("kernels/backward_sync/arguments.cuh"),
+    dtypes=DTYPES,
+    computing=frozenset(),
+    simulated_budget=6_000_000,
+    matrix_budget=40_000_000,
+    also_listed=last_variants,
+)

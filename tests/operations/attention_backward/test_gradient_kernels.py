@@ -1,0 +1,69 @@
+"""The kernels of the backward pass, simulated, beside float64."""
+
+from __future__ import annotations
+
+import torch
+from tiers import committed, each
+
+from flash_helpers.check.errors import measure_error
+from flash_helpers.check.tensors import tensors_for
+from flash_helpers.kernel_configs import Config
+from flash_helpers.operations.attention_backward import OPERATION
+from flash_helpers.operations.attention_backward.inputs import draw
+from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
+from flash_helpers.operations.attention_backward.reference import reference
+from flash_helpers.runtime.simulator import run_shipped
+
+CONFIGS = committed(OPERATION)
+
+
+def gradients(
+    config: Config, problem: AttentionBackward, inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """dQ, dK and dV, which the watched kernels write everywhere."""
+    tensors = tensors_for(config, problem, inputs)
+    run = run_shipped(config, tensors, **problem.call_options())
+    assert config.short_form() in run.kernel and run.faults == ()
+    return {name: tensors[name] for name in GRADIENTS}
+
+
+def assert_right_on(
+    config: Config, problem: AttentionBackward, distribution: str = "normal"
+) -> None:
+    inputs = draw(distribution, problem)
+    right = reference(problem, inputs)
+    for name, found in gradients(config, problem, inputs).items():
+        error = measure_error(found, right.expected[name])
+        assert error.within(right.bounds[name]), f"{name} of {problem}, {distribution}: {error}"
+
+
+@each(CONFIGS, once=True)
+def test_every_kernel_is_right_for_one_block(config) -> None:
+    assert_right_on(config, next(config.supports.corners()))
+
+
+@each(CONFIGS, at_corners=True)
+def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
+    _, *corners = config.supports.corners()  # the first is one block: see above
+    for corner in corners:
+        assert_right_on(config, corner)
+
+
+@each(c for c in CONFIGS if not c.supports.causal and not c.supports.exact)
+def test_every_kernel_is_right_on_heads_of_all_distributions(config) -> None:
+    for distribution in sorted(
+        {*OPERATION.distributions} - {"countable"}
+    ):  # whose roundings repeat
+        assert_right_on(config, config.supports.problem(1, 1, 2 * config.B_r, 64), distribution)
+
+
+@each(CONFIGS, once=True)
+def test_a_query_with_an_lse_of_minus_infinity_adds_nothing(config) -> None:
+    length = config.supports.whole
+    problem = config.supports.problem(1, 1, length, length)
+    inputs = draw("normal", problem)
+    inputs["lse"][..., 0] = -torch.inf
+    found = gradients(config, problem, inputs)
+    assert found["dq"][:, 0].eq(0).all()
+    inputs["lse"][:] = -torch.inf
+    assert all(gradient.eq(0).all() for gradient in gradients(config, problem, inputs).values())
