@@ -388,6 +388,6 @@ BACKWARD_SYNC = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=6_000_000,
-    matrix_budget=40_000_000,
+    matrix_budget=16_000_000,
     also_listed=last_variants,
 )
