@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiers import committed, each
 
@@ -67,3 +68,12 @@ def test_a_query_with_an_lse_of_minus_infinity_adds_nothing(config) -> None:
     assert found["dq"][:, 0].eq(0).all()
     inputs["lse"][:] = -torch.inf
     assert all(gradient.eq(0).all() for gradient in gradients(config, problem, inputs).values())
+
+
+@pytest.mark.parametrize("name", ["do", "q", "dk"])
+def test_a_tensor_with_one_value_for_all_columns_is_refused(name) -> None:
+    """As dO after `o.sum().backward()`: kernels copy the columns of a row at once."""
+    supports = CONFIGS[0].supports
+    problem = supports.problem(1, 2, 64, 64)
+    reason = supports.layout_refusal(problem.tensor(name), (0, 0, 0, 0))
+    assert reason.startswith(f"{name} has stride 0 in its last dimension and must have 1")
