@@ -44,7 +44,7 @@ def both(config: Config, function: str, folder: Path) -> tuple[Result, Result]:
     if nvrtc.version != nvcc.version:
         pytest.skip(f"{nvrtc.name} and {nvcc.name} are of two versions")
     ours, theirs = (
-        compile_unit(compiler, ROOT, unit, f"sm_{target}", folder / compiler.name)
+        compile_unit(compiler, ROOT, unit, f"sm_{target}", folder / f"{unit.stem} {compiler.name}")
         for compiler in (nvrtc, nvcc)
     )
     assert (ours.status, theirs.status) == (0, 0), ours.log + theirs.log
@@ -82,11 +82,11 @@ def first_tier(config: Config) -> bool:
     ],
 )
 def test_a_kernel_is_the_same_by_both_compilers(config: Config, tmp_path: Path) -> None:
-    for function in config.kernels:
-        ours, theirs = both(config, function, tmp_path)
+    results = [both(config, function, tmp_path) for function in config.kernels]
+    same = all(machine_code(ours) == machine_code(theirs) for ours, theirs in results)
+    assert same == (config.family.name in SAME_MACHINE_CODE)
+    for ours, theirs in results:
         assert bool(ours.cubin) and len(machine_code(ours)) == 1
-        same = machine_code(ours) == machine_code(theirs)
-        assert same == (config.family.name in SAME_MACHINE_CODE)
         mine, yours = (
             Counter(
                 {

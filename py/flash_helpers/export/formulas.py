@@ -7,6 +7,7 @@ a formula in a C header and the launch from Python have one source. Standard lib
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -199,7 +200,8 @@ class Formula:
             return self.path.number(first.low * second.low)
         if second.is_constant and second.low < 0:
             return -(first * -second.low)
-        ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
+        ranges = map(self.path.range_of, (first, second))  # which a refusal may have made smaller
+        ends = [a * b for a, b in itertools.product(*ranges)]
         return self._of("*", first, second, *ends)
 
     def __rmul__(self, other: Any) -> Formula:
