@@ -49,7 +49,7 @@ KEYS_OF_A_BLOCK = (64, 80, 96, 128, 160, 176)  # N of the wgmma that src/include
 PIECE = 64  # columns of a tile in shared memory: the swizzle's 128 bytes
 CHUNK_BYTES = 16  # TMA: addresses and strides are multiples of it
 BARRIER_BYTES = 256  # of shared memory, for mbarriers
-_MAX_STRIDE = (2**40 - 1) // ELEMENT_BYTES  # of a tensor map, in bytes less than 2^40
+MAX_STRIDE = (2**40 - 1) // ELEMENT_BYTES  # of a tensor map, in bytes less than 2^40
 
 NEXT_TILE = "next_tile"  # the buffer with the counter and, per tile, the block that took it
 
@@ -251,8 +251,8 @@ class WgmmaConfig(Config):
             d_heads=(self.d_head,),
             blocks=MappingProxyType({} if ragged else {"B_r": self.B_r, "B_c": self.B_c}),
             alignment=CHUNK_BYTES,
-            max_row_stride=_MAX_STRIDE,
-            max_stride=_MAX_STRIDE,
+            max_row_stride=MAX_STRIDE,
+            max_stride=MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
             max_tiles=gpu.MAX_GRID[0],
             # rows of the last tiles are numbered beyond the tensor's end
@@ -335,7 +335,9 @@ class WgmmaConfig(Config):
             tensor_maps=tuple(
                 (
                     layout.offset(name.upper()),
-                    _tensor_map(name, problem, strides[name], rows[name]),
+                    tensor_map(
+                        name, problem, strides[name], rows[name], pieces=1 if name == "o" else None
+                    ),
                 )
                 for name in "qkvo"
             ),
@@ -409,11 +411,15 @@ def _in_pieces(columns: int) -> int:
     return -(-columns // PIECE) * PIECE
 
 
-def _tensor_map(
-    name: str, problem: AttentionForward, strides: tuple[int, ...], rows: int
+def tensor_map(
+    name: str,
+    problem: AttentionForward,
+    strides: tuple[int, ...],
+    rows: int,
+    pieces: int | None = None,
 ) -> TensorMap:
-    """Return boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece. Where the
-    last piece is not whole, a box is one piece of a row that is clipped.
+    """Return boxes of some rows of one head, in so many pieces of 128-byte rows, all by default.
+    Where the last piece is not whole, a box is one piece of a row that is clipped.
 
     Sequences of various lengths end as rows of a batch do. The map begins as many rows before the
     tensor as it has, and the next batch a row behind the one before. So in batch e the row behind
@@ -423,19 +429,19 @@ def _tensor_map(
     """
     (shape,) = (tensor.shape for tensor in problem.tensors if tensor.name == name)
     batch, length, heads, columns = shape
-    width, pieces = (columns, 1) if columns % PIECE else (PIECE, columns // PIECE)
+    width, in_row = (columns, 1) if columns % PIECE else (PIECE, columns // PIECE)
     of_batch, of_row, of_head, _ = strides
     before = 0
     if problem.sequences:
         batch, of_batch, before = length + 1, of_row, length
-    sizes = (width, length, pieces, heads, batch)
+    sizes = (width, length, in_row, heads, batch)
     in_elements = (of_row, PIECE, of_head, of_batch)
     return TensorMap(
         name,
         problem.dtype,
         dims=sizes,
         strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
-        box=(PIECE, rows, 1 if name == "o" else pieces, 1, 1),
+        box=(PIECE, rows, pieces or in_row, 1, 1),
         swizzle=PIECE * ELEMENT_BYTES,
         offset=-before * of_row * ELEMENT_BYTES,
     )

@@ -52,10 +52,12 @@ def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
 
 @each(c for c in CONFIGS if not c.supports.causal and not c.supports.exact)
 def test_every_kernel_is_right_on_heads_of_all_distributions(config) -> None:
+    whole = config.supports.whole
+    sizes = (whole, whole) if config.supports.blocks else (2 * config.B_r, 64)
     for distribution in sorted(
         {*OPERATION.distributions} - {"countable"}
     ):  # whose roundings repeat
-        assert_right_on(config, config.supports.problem(1, 1, 2 * config.B_r, 64), distribution)
+        assert_right_on(config, config.supports.problem(1, 1, *sizes), distribution)
 
 
 @each(CONFIGS, once=True)

@@ -9,11 +9,12 @@ from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
-from flash_helpers.ptx import Phase, RaceError
+from flash_helpers.ptx import DeadlockError, Phase, ProxyError, RaceError
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 BF16 = Element.BF16
 BARRIER = r"bar\.sync"
+PROXY_FENCE = r"fence\.proxy\.async"
 
 FAULTS = {
     "p1: queries are read without a barrier after the wait": Fault(
@@ -23,6 +24,23 @@ FAULTS = {
     "p1: dK lacks the scale, which S has": Fault(
         "p1", BF16, EPILOGUE, r"mul\.f32", swap(r"mul\.f32\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), quantity="dk", kernel="dkdv_kernel",
+    ),
+    "b1: P^T and dS^T are not handed over to the asynchronous proxy": Fault(
+        "b1", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError,
+        "store_transposed", kernel="dkdv_kernel",
+    ),
+    "b2: a query has the LSE of the query before it": Fault(
+        "b2", BF16, MAIN_LOOP, r"ld\.global\.f32.*\+4\]", swap(r"\+4\]", "]"), nth(0),
+        quantity="dk", kernel="dkdv_kernel",
+    ),
+    "b3: a slot is not given back": Fault(
+        "b3", BF16, MAIN_LOOP, r"mbarrier\.arrive\.shared", drop, None, DeadlockError,
+        "barrier_wait(ring.barrier(full)", kernel="dkdv_kernel",
+    ),
+    "b4: both warpgroups multiply the queries of the first": Fault(
+        "b4", BF16, PROLOGUE, r"shfl\.sync\.idx",
+        swap(r"shfl\S+\s+(%r\d+)\|%p\d+, .*;", r"mov.b32 \1, 0;"), nth(0), RaceError,
+        "store_rows<cfg.dtype, B_r>(args.dQ", kernel="dq_kernel",
     ),
 }  # fmt: skip
 

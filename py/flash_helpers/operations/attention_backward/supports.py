@@ -16,3 +16,16 @@ class AttentionBackwardSupports(AttentionSupports):
 
     problems: ClassVar[type[AttentionForward]] = AttentionBackward
     of_heads: ClassVar[frozenset[str]] = frozenset({"do", *"qkvo", "dq", "dk", "dv"})
+
+    def refusal(self, problem: AttentionForward, kernel: str) -> str:
+        """Return what `AttentionSupports.refusal` does; blocks of keys are limited as tiles of
+        queries are."""
+        if reason := super().refusal(problem, kernel):
+            return reason
+        tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
+        if tiles > self.max_tiles:
+            return (
+                f"batch {problem.batch} with {problem.kv_heads} heads of k has {tiles} tiles of "
+                f"keys, over the limit {self.max_tiles} of a CUDA grid: split the call by batches"
+            )
+        return ""

@@ -1,0 +1,33 @@
+#pragma once
+// The config and the one parameter of the backward family's kernels.
+
+#include <cuda.h>
+
+#include "flash_attention.cuh"
+
+// One kernel of the backward family: a set of kernels for dQ, dK and dV.
+struct BackwardKernelConfig {
+    // fields:begin
+    int backward; // the step
+    DType dtype;
+    int d_head;
+    int B_r; // queries of a tile of Q and dO
+    int B_c; // keys of a tile of K and V, 64 for each warpgroup that computes
+    int slots; // tiles of each tensor that the loops walk
+    // fields:end
+
+    friend auto operator<=>(const BackwardKernelConfig &, const BackwardKernelConfig &) = default;
+};
+
+// Q, dO, O and dQ have the shape (batch, len_q, heads, d_head), K, V, dK and dV the shape (batch,
+// len_k, heads / heads_per_kv, d_head). The boxes of the tensor maps are a tile of Q or dO, a tile
+// of K or V, and the 16 rows of a warp of an output.
+struct alignas(128) BackwardKernelArgs {
+    CUtensorMap Q, K, V, dO, dQ, dK, dV;
+    const void *dO_gmem, *O_gmem;
+    TensorStrides dO_strides, O_strides; // in elements
+    const float *lse; // (batch, heads, len_q), natural logarithms
+    float *delta; // (batch, heads, len_q): sums over d_head of dO · O
+    int len_q, len_k, heads, heads_per_kv;
+    float scale, softmax_scale; // log2(e) · softmax_scale, softmax_scale
+};

@@ -1,0 +1,270 @@
+"""The backward family: gradients of attention on the units that only compute capability 9.0 has.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers import gpu
+from flash_helpers.gpu import Device
+from flash_helpers.operations.attention_backward import OPERATION
+from flash_helpers.operations.attention_backward.problem import AttentionBackward
+from flash_helpers.operations.attention_backward.supports import AttentionBackwardSupports
+from flash_helpers.operations.attention_forward.supports import (
+    GROUPED_HEADS,
+    MAX_LENGTH,
+    SOFTMAX_SCALE,
+    TWO_LENGTHS,
+)
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    STRIDES,
+    TENSOR_MAP,
+    Address,
+    Buffer,
+    Call,
+    Launch,
+    StructLayout,
+)
+from flash_helpers.registry.config import Config, element, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
+from flash_helpers.registry.problem import Element, Strides
+from flash_helpers.registry.wgmma import (
+    BARRIER_BYTES,
+    CHUNK_BYTES,
+    MAX_STRIDE,
+    PRODUCER,
+    TARGET,
+    WARP_ROWS,
+    WARPGROUP,
+    WGMMA_K,
+    WGMMA_M,
+    tensor_map,
+)
+
+DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
+DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
+
+# Traits of steps.
+SCORES_IN_REGISTERS = "scores_in_registers"  # P and dS do not pass through shared memory
+
+# Names of tensors by the members of the arguments that hold their tensor maps.
+_LOADED = MappingProxyType({"Q": "q", "K": "k", "V": "v", "dO": "do"})
+_STORED = MappingProxyType({"dQ": "dq", "dK": "dk", "dV": "dv"})
+
+ARGUMENTS = StructLayout(
+    "BackwardKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys((*_LOADED, *_STORED), TENSOR_MAP),
+            **dict.fromkeys(("dO_gmem", "O_gmem"), POINTER),
+            **dict.fromkeys(("dO_strides", "O_strides"), STRIDES),
+            **dict.fromkeys(("lse", "delta"), POINTER),
+            **dict.fromkeys(("len_q", "len_k", "heads", "heads_per_kv"), INT),
+            **dict.fromkeys(("scale", "softmax_scale"), FLOAT),
+        }
+    ),
+)
+
+
+@dataclass(frozen=True)
+class BackwardKernelConfig(Config):
+    """The kernels of one step of the backward family.
+
+    `B_r`: queries of a tile of Q and dO, those of a warpgroup of `dq_kernel`. `B_c`: keys of a tile
+    of K and V, 64 for each warpgroup of `dkdv_kernel`. `slots`: tiles of each tensor that a loop
+    walks which shared memory holds.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    example: ClassVar[str] = "b1_bf16_d128_Br64_Bc64"
+
+    backward: int = number("b", "the step")
+    dtype: Element = element()
+    d_head: int = number("d")
+    B_r: int = number("Br", "queries of a tile of Q and dO")
+    B_c: int = number("Bc", "keys of a tile of K and V, 64 for each warpgroup that computes")
+    slots: int = number("sl", "tiles of each tensor that the loops walk", default=1)
+
+    @property
+    def family(self) -> Family[Any]:
+        """The backward family."""
+        return BACKWARD
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return self.B_c // WGMMA_M
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of a block of the kernels that multiply: the producer's warpgroup too."""
+        return (self.warpgroups + (PRODUCER in self.step.traits)) * WARPGROUP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block of the main kernel in bytes."""
+        return self.block(self.main_kernel)[1]
+
+    @property
+    def main_kernel(self) -> str:
+        """The kernel for dK and dV."""
+        return DKDV
+
+    def block(self, kernel: str) -> tuple[int, int]:
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel: its
+        own rows of two tensors, slots for two others, dS and for keys P, and the barriers."""
+        own, walked = self.rows[kernel], self.B_r if kernel == DKDV else self.B_c
+        if kernel == DELTA:
+            return DELTA_THREADS, 0
+        tiles = 2 * (own + self.slots * walked) * self.d_head
+        n_scores = 0 if SCORES_IN_REGISTERS in self.step.traits else 1 if kernel == DQ else 2
+        scores = n_scores * self.B_r * self.B_c
+        return self.n_threads, (tiles + scores) * ELEMENT_BYTES + BARRIER_BYTES
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of queries, and the `wgmma` of a warp of the main kernel for it: S and dP, dV and
+        dK."""
+        return "block of Q and dO", 2 * (self.d_head + self.B_r) // WGMMA_K
+
+    def loop_runs(self, size: int) -> int:
+        """Return the blocks of so many queries."""
+        return size // self.B_r
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Rows of a thread block by kernel: queries, or keys of `dkdv_kernel`."""
+        return {DELTA: DELTA_ROWS, DQ: self.warpgroups * self.B_r, DKDV: self.B_c}
+
+    @property
+    def supports(self) -> AttentionBackwardSupports:
+        """Whole blocks of queries and of keys."""
+        return AttentionBackwardSupports(
+            dtype=self.dtype,
+            d_heads=(self.d_head,),
+            blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
+            alignment=CHUNK_BYTES,
+            max_row_stride=MAX_STRIDE,
+            max_stride=MAX_STRIDE,
+            max_heads=gpu.MAX_GRID[0],
+            max_tiles=gpu.MAX_GRID[0] // (self.B_r // DELTA_ROWS),
+            max_length=MAX_LENGTH,
+            B_r=self.B_r,
+            B_c=self.B_c,
+            abilities=frozenset({TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE}),
+        )
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+
+    def most_runs(self, problem: AttentionBackward, device: Device) -> int:
+        """Return the runs of all blocks that a thread block of the longest kernel takes."""
+        shared = problem.heads // problem.kv_heads
+        blocks = max(problem.len_k // self.B_c, shared * problem.len_q // self.B_r)
+        return RUNS_PER_TILE * (blocks + 2)
+
+    def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
+        """Return the launch for delta, that for dQ, and that for dK and dV."""
+        rows = {"q": self.B_r, "do": self.B_r, "k": self.B_c, "v": self.B_c}
+        maps = {
+            **{
+                member: tensor_map(name, problem, strides[name], rows[name])
+                for member, name in _LOADED.items()
+            },
+            **{
+                member: tensor_map(name, problem, strides[name], WARP_ROWS, pieces=1)
+                for member, name in _STORED.items()
+            },
+        }
+        values: dict[str, tuple[float, ...]] = {
+            "dO_strides": strides["do"][:3],
+            "O_strides": strides["o"][:3],
+            "len_q": (problem.len_q,),
+            "len_k": (problem.len_k,),
+            "heads": (problem.heads,),
+            "heads_per_kv": (problem.heads // problem.kv_heads,),
+            "scale": (problem.softmax_scale * math.log2(math.e),),
+            "softmax_scale": (problem.softmax_scale,),
+        }
+        pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse", "delta": "delta"}
+        q_tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
+        k_tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
+        blocks = {
+            DELTA: q_tiles * (self.B_r // DELTA_ROWS),
+            DQ: q_tiles // self.warpgroups,
+            DKDV: k_tiles,
+        }
+        launches = tuple(
+            Launch(
+                kernel=name,
+                grid=(blocks[kernel], 1, 1),
+                block=self.block(kernel)[0],
+                shared_bytes=self.block(kernel)[1],
+                layout=ARGUMENTS,
+                values=values,
+                addresses=tuple(Address(ARGUMENTS.offset(x), y) for x, y in pointers.items()),
+                tensor_maps=tuple((ARGUMENTS.offset(member), x) for member, x in maps.items()),
+            )
+            for kernel, name in self.kernels.items()
+        )
+        return Call(launches, (Buffer("delta", FLOAT.size * self.B_r * q_tiles, zeroed=False),))
+
+
+def _file(number: int) -> str:
+    return f"kernels/backward/b{number}.cuh"
+
+
+BACKWARD = Family(
+    name="backward",
+    operation=OPERATION,
+    title="gradients of attention, on Hopper's own units",
+    prefix="b",
+    rank=7,
+    config=BackwardKernelConfig,
+    base=MappingProxyType({"d_head": 128, "B_r": 64, "B_c": 64, "slots": 1}),
+    entries=(
+        StepEntry(
+            "two_kernels",
+            "one kernel for dQ, one for dK and dV: no sums in memory",
+            _file(1),
+        ),
+        StepEntry(
+            "scores_in_registers",
+            "P and dS stay in registers, since dkdv_kernel computes S and dP transposed",
+            _file(2),
+            traits=frozenset({SCORES_IN_REGISTERS}),
+        ),
+        StepEntry(
+            "producer",
+            "a warpgroup of its own issues the copies, into rings of two slots",
+            _file(3),
+            sets={"slots": 2},
+            traits=frozenset({PRODUCER}),
+        ),
+        StepEntry(
+            "two_warpgroups",
+            "two warpgroups share what is copied",
+            _file(4),
+            sets={"B_c": 128},
+        ),
+    ),
+    targets=(TARGET,),
+    kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV), ARGUMENTS)),
+    header=PurePosixPath("kernels/backward/arguments.cuh"),
+    dtypes=DTYPES,
+    computing=frozenset(),
+    simulated_budget=4_000_000,
+    matrix_budget=8_000_000,
+)
