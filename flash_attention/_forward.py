@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,13 @@ from operator import index
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from flash_attention._backward import differentiable
+from flash_attention._operators import (
+    compile_while_tracing,
+    define,
+    refuse_derivatives,
+)
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward, Config, Element, Problem
 from flash_helpers.ptx import Run
@@ -30,126 +34,13 @@ from flash_helpers.runtime.tensors import (
 from flash_helpers.tune.best import choose_config, newest_that_takes
 
 # -- operators -------------------------------------------------------------------------------------
-# The operators that torch.compile, tracers, transforms and autograd see. torch.library.custom_op is
-# not used: its layers take longer than all work here.
 
-_LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
 _NAMES = tuple(AttentionForward.axes)  # of tensors, in the operators' order
 _QKVO = ("q", "k", "v", "o")
 _WITH_LSE = (*_QKVO, "lse")
 _ALL_KEYS = (-1, -1)  # a window without bounds
 _NO_SOFTCAP = 0.0
 _MOST_KEYS = 2**62  # over any length, and within what an operator takes
-_KEYS = torch._C.DispatchKey
-# All dispatch keys except those of a call on plain tensors without tracing or transforms.
-_OTHER_KEYS = ~functools.reduce(
-    int.__or__,
-    (
-        torch._C.DispatchKeySet(key).raw_repr()
-        for key in (_KEYS.CPU, _KEYS.AutogradCPU, _KEYS.CUDA, _KEYS.AutogradCUDA)
-    ),
-)
-
-
-_NO_BACKWARD = (
-    "flash_attention has no backward pass: call it under torch.no_grad(), or on q.detach(), "
-    "k.detach() and v.detach()"
-)
-
-
-class _NoBackward(torch.autograd.Function):
-    """A node of the autograd graph that refuses differentiation through it."""
-
-    @staticmethod
-    def forward(_: Any, function: Callable, *args: Any) -> Any:
-        return function(*args)
-
-    @staticmethod
-    def backward(*_: Any) -> None:
-        raise RuntimeError(_NO_BACKWARD)
-
-
-def _refuse_transforms(args: Sequence[Any]) -> None:
-    """Refuse torch.func.grad and its like, which `_NoBackward` does not catch."""
-    is_tracked = torch._C._functorch.is_gradtrackingtensor
-    if any(is_tracked(arg) for arg in args if isinstance(arg, torch.Tensor)):
-        raise RuntimeError(
-            "flash_attention has no backward pass, and torch.func.grad, vjp or jacrev asks for "
-            "one: pass q.detach(), k.detach() and v.detach(), or use "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
-
-
-def _refuse_tangents(args: Sequence[Any]) -> None:
-    """Refuse forward-mode derivatives, which PyTorch would take for zero."""
-    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(
-            "flash_attention has no forward-mode derivative, and torch.func.jvp or "
-            "torch.autograd.forward_ad asks for one: pass the primals alone, or use "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
-
-
-def _refuse_derivatives(function: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse derivatives and transforms of a function that is no operator, which see nothing of
-    it."""
-    given = [x for x in tensors if x is not None]
-    _refuse_tangents(given)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        _refuse_transforms(given)
-        raise RuntimeError(_NO_BACKWARD)
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given):
-        raise RuntimeError(
-            f"{function}() is no operator and torch.func's transforms, such as vmap, cannot see "
-            "it: call attention() or forward()"
-        )
-
-
-def _define(schema: str, function: Callable, fake: Callable) -> Callable:
-    """Define the operator of a schema. function: computes on dense tensors. fake: makes the result
-    without memory."""
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]
-    operator = getattr(torch.ops.flash_attention, name).default
-    names = [argument.name for argument in operator._schema.arguments]
-    written = [argument.is_write for argument in operator._schema.arguments]
-    read = slice(written.index(True)) if any(written) else slice(None)
-
-    def redispatch(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-    def at_autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args[read]):
-            _refuse_transforms(args)
-            if any(written):
-                raise RuntimeError(f"{_NO_BACKWARD}; what is written into o or lse has no gradient")
-            return _NoBackward.apply(redispatch, keys, *args)
-        if keys.raw_repr() & _OTHER_KEYS:
-            if any(written) and keys.has(_KEYS.Negative):
-                raise ValueError(
-                    "a tensor is a negative view, whose memory holds the other sign, and o or lse "
-                    "is written: call .resolve_neg(), or leave o and lse out"
-                )
-            return redispatch(keys, *args)
-        return function(*args)  # dispatching would end here too, and takes time
-
-    def checked(function: Callable) -> Callable:
-        def call(*args: Any) -> Any:
-            tensors = {n: x for n, x in zip(names, args, strict=True) if torch.is_tensor(x)}
-            if any(tensor.layout is not torch.strided for tensor in tensors.values()):
-                check_types(tensors)
-            return function(*args)
-
-        return call
-
-    _LIBRARY.impl(name, at_autograd, "Autograd", with_keyset=True)
-    _LIBRARY.impl(name, checked(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_attention::{name}", checked(fake), lib=_LIBRARY)
-    return operator
 
 
 def _asked(cfg: str, softmax_scale: float | None) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -280,14 +171,6 @@ def _simulated_text(problem: AttentionForward) -> str:
     )
 
 
-def _compile_while_tracing(config: Config, device: torch.device) -> None:
-    """Compile a config's kernels while torch.compile or torch.export traces a call of it, so that
-    no run of what they make has to. Fake tensors alone, as of FakeTensorMode, compile nothing."""
-    is_traced = torch._guards.TracingContext.try_get() is not None
-    if is_traced and (device.type == "cpu" or torch.cuda.is_available()):
-        compile_ahead(config.siblings(), device)
-
-
 def _check_fake(cfg: str | None, given: Mapping[str, Laid], **options: Any) -> None:
     """Raises what a call raises for tensors without memory. cfg: None for attention()."""
     config = None
@@ -300,7 +183,7 @@ def _check_fake(cfg: str | None, given: Mapping[str, Laid], **options: Any) -> N
         config = _choose((None, tuple(options.items())), given)
     else:
         check_problem(config, given, **options)
-    _compile_while_tracing(config, given["q"].device)
+    compile_while_tracing(config, given["q"].device)
 
 
 def _fake(
@@ -341,6 +224,22 @@ def _fake_attention_lse(
     return _new_output(q, v), lse
 
 
+_ANY_ATTENTION = "attention_options_lse"  # the operator that takes every option and returns both
+
+
+def _attention_gradient(
+    keys: torch._C.DispatchKeySet,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    options = (causal, None, None, _NO_SOFTCAP, softmax_scale)
+    tensors = (q, k, v, None, None, None)
+    return differentiable(_ANY_ATTENTION, keys, (q, k, v, None, *options), tensors, options)
+
+
 def _define_with_options(schema: str) -> Callable:
     """Define an operator that takes every option, by the names of its arguments. Operators without
     windows, softcap and sinks have functions of their own, since each argument takes time."""
@@ -376,32 +275,43 @@ def _define_with_options(schema: str) -> Callable:
         _check_fake(cfg, given, **options)
         return results({"o": _new_output(given["q"], given["v"]), **given})
 
-    return _define(schema, function, fake)
+    def gradient(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        named = dict(zip(names, args, strict=True))
+        tensors = (*(named[name] for name in ("q", "k", "v", "sinks")), None, None)
+        options = tuple(named[name] for name in ("causal", *_OPTIONS))
+        found = differentiable(_ANY_ATTENTION, keys, args, tensors, options)
+        return found if "," in after else found[0]
+
+    is_attention = schema.startswith("attention")
+    return define(schema, function, fake, gradient if is_attention else None)
 
 
 # No defaults: Inductor passes arguments with defaults by name, which makes a call 1 µs longer.
-_forward = _define(
+_forward = define(
     "forward(str cfg, Tensor q, Tensor k, Tensor v, float? softmax_scale) -> Tensor",
     _compute,
     _fake,
 )
-_forward_out = _define(
+_forward_out = define(
     "forward_out(str cfg, Tensor q, Tensor k, Tensor v, Tensor(a!) o, float? softmax_scale, "
     "Tensor(b!)? lse) -> ()",
     _compute_out,
     _fake_out,
 )
-_attention = _define(
+_attention = define(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale) -> Tensor",
     _compute_attention,
     _fake_attention,
+    lambda *args: _attention_gradient(*args)[0],
 )
-_attention_lse = _define(
+_attention_lse = define(
     "attention_lse(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale) "
     "-> (Tensor, Tensor)",
     _compute_attention_lse,
     _fake_attention_lse,
+    _attention_gradient,
 )
+_OPTIONS = ("window_left", "window_right", "softcap", "softmax_scale")
 _WINDOWED = "int? window_left, int? window_right, float softcap, float? softmax_scale"
 _forward_options = _define_with_options(
     f"forward_options(str cfg, Tensor q, Tensor k, Tensor v, Tensor? sinks, {_WINDOWED}) -> Tensor"
@@ -467,7 +377,11 @@ def attention(
     (o, lse). A query that sees no key has 0 in o, and its sink or -inf in lse. No kernel runs if
     there is no batch, head, query or key, and sizes and options that no kernel takes are taken
     then; d_head is at least 1. Runs on the same devices as `forward`, under torch.compile and in
-    CUDA graphs too, and has no backward pass.
+    CUDA graphs too.
+
+    Autograd has the gradients of q, k, v and sinks, by kernels of operation attention_backward,
+    which take equal head sizes of q and v. They are the same at each call. What depends on lse has
+    no gradient, there are no second derivatives, and torch.func's transforms are refused.
 
     Raises the errors of `forward`. A ValueError names the property that no kernel of the device
     supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads
@@ -516,7 +430,7 @@ def forward(
     Runs on a CUDA device's current stream, without synchronising. On CPU tensors it runs the
     kernel's PTX in the simulator (see `simulate`), which needs no GPU. For a large shape, stderr
     shows an estimate of the time and a progress bar. Tensors without elements are computed without
-    a kernel, as by `attention`. There is no backward pass: differentiating through the result
+    a kernel, as by `attention`. It has no gradient, as `attention` has: differentiating through it
     raises RuntimeError, and so do `o` and `lse` beside inputs that require grad, outside of
     torch.no_grad().
 
@@ -565,7 +479,7 @@ def forward_timed(
     """
     inputs = {"q": q, "k": k, "v": v}
     check_types(inputs if o is None else {**inputs, "o": o})
-    _refuse_derivatives("forward_timed", q, k, v)
+    refuse_derivatives("forward_timed", q, k, v)
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     _config(name)
     call = ready_call(name, q, k, v, o)
@@ -625,7 +539,7 @@ def run(
         elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{field.name} is {value!r}: pass a whole number, or leave it out")
     check_types(given)
-    _refuse_derivatives("run", *given.values())
+    refuse_derivatives("run", *given.values())
     call = ready_call(config, *tensors, **options)
     call.run()
     return call.outputs
@@ -686,7 +600,7 @@ def simulate(
     """
     others = {"o": o, "lse": lse, "sinks": sinks}
     check_types({"q": q, "k": k, "v": v, **{n: x for n, x in others.items() if x is not None}})
-    _refuse_derivatives("simulate", q, k, v, sinks)
+    refuse_derivatives("simulate", q, k, v, sinks)
     _check_flag("keep_going", keep_going)
     softmax_scale = _scale(softmax_scale)
     if q.device.type != "cpu":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flash_attention._backward import differentiable
 from flash_attention._forward import (
     _ALL_KEYS,
     _NO_SOFTCAP,
@@ -15,10 +16,10 @@ from flash_attention._forward import (
     _check_fake,
     _check_flag,
     _choose,
-    _define,
     _options,
     _scale,
 )
+from flash_attention._operators import define
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.runtime.call import compute
 from flash_helpers.runtime.tensors import check_types, constant_call, element_of, posed_problem
@@ -117,6 +118,14 @@ def _fake(
     return o, torch.empty(0, device=q.device) if lse is None else lse[0]
 
 
+def _gradient(keys: torch._C.DispatchKeySet, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, *lengths, sinks, _, _, causal, left, right, softcap, scale, _ = args
+    options = (causal, left, right, softcap, scale)
+    # the LSE is needed, whether it was asked for or not
+    with_lse = (*args[:-1], True)
+    return differentiable("varlen", keys, with_lse, (q, k, v, sinks, *lengths), options)
+
+
 def _call(
     tensors: Mapping[str, torch.Tensor | None],
     causal: bool,
@@ -203,10 +212,11 @@ def _check_lengths(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: in
         )
 
 
-_varlen = _define(
+_varlen = define(
     "varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, "
     f"{_WINDOWED}, bool return_lse) -> (Tensor, Tensor)",
     _compute,
     _fake,
+    _gradient,
 )

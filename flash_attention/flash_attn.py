@@ -5,16 +5,15 @@ Names, order, defaults and meaning of the arguments are FlashAttention-2's:
     causal: aligned to the bottom right: the last query sees the last key.
     window_size: keys before and behind a query, aligned likewise, that it sees; -1 is no bound.
     softcap: logits x become softcap · tanh(x / softcap); 0.0 leaves them.
-    deterministic: changes nothing. The forward pass is deterministic, and there is no backward
-        pass.
+    deterministic: changes nothing. Both passes are deterministic.
     return_attn_probs: returns (out, softmax_lse, None). FlashAttention has probabilities in place
         of None where there is dropout. softmax_lse is fp32.
     dropout_p, alibi_slopes, block_table: refused, unless they are 0.0, None and None.
 
 K and V may have fewer heads than Q, a divisor of its number. Packed tensors are split into views,
 without copies. Each function computes as `flash_attention.attention` does: dtypes, sizes, strides
-and errors are the same, torch.compile and torch.export see one operator, and a derivative is
-refused.
+and errors are the same, torch.compile and torch.export see one operator, and autograd has the
+gradients of q, k and v. softmax_lse has no gradient.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     import flash_attention.integrations.diffusers as lab
     model.set_attention_backend(lab.register())
 
-Both need their library: pip install '.[transformers]' or '.[diffusers]'. There is no backward pass.
+Both need their library: pip install '.[transformers]' or '.[diffusers]'.
 """
 
 NAME = "attention_lab"

@@ -210,13 +210,6 @@ class TestAttention:
         torch.library.opcheck(operators.forward_out.default, (name, q, k, v, o, 0.5, lse))
         torch.library.opcheck(operators.forward.default, (name, q, k, v, 0.5))
 
-    def test_with_an_lse_has_no_backward_pass(self):
-        q, k, v = inputs(AttentionForward(1, 2, 3))
-        for output in flash_attention.attention(q.requires_grad_(), k, v, return_lse=True):
-            assert output.requires_grad
-            with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
-                output.sum().backward(retain_graph=True)
-
     @pytest.mark.parametrize("return_lse", [False, True])
     def test_of_a_tensor_that_does_not_fit_names_it(self, return_lse):
         q = torch.empty(1, 3, 6, 128, dtype=torch.bfloat16)

@@ -141,14 +141,6 @@ def test_an_operator_is_as_torch_expects_one(ran):
     )
 
 
-def test_a_derivative_by_sinks_is_refused(ran):
-    problem = posed(False, {"sinks": True})
-    q, k, v, sinks = draw("normal", problem).values()
-    o = flash_attention.attention(q, k, v, sinks=sinks.requires_grad_())
-    with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
-        o.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

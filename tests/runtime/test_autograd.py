@@ -1,0 +1,228 @@
+"""Gradients of attention by autograd, of CPU tensors: those of the float64 formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flash_attention
+from flash_attention.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
+from flash_helpers.check.errors import Reference, measure_error
+from flash_helpers.operations.attention_backward.reference import gradients_reference
+
+D_HEAD = 64
+Q, K = (1, 21, 4, D_HEAD), (1, 30, 2, D_HEAD)
+EQUAL = (1, 18, 2, D_HEAD)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    """Return leaves of these shapes."""
+    generator = torch.Generator().manual_seed(0)
+    every = (torch.randn(shape, generator=generator).add_(0.5) for shape in shapes)
+    return [x.to(dtype).requires_grad_() for x in every]
+
+
+def expected(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> Reference:
+    return gradients_reference(*(x.detach() for x in (do, q, k, v)), **options)
+
+
+def assert_right(found: Mapping[str, torch.Tensor | None], right: Reference) -> None:
+    for name, x in found.items():
+        assert x is not None
+        error = measure_error(x, right.expected[name])
+        assert error.within(right.bounds[name]), f"{name}: {error.excess(right.bounds[name])}"
+
+
+def check(function: Callable[..., torch.Tensor], *leaves: torch.Tensor, **options: Any) -> None:
+    """Compare the gradients of a function of q, k and v, for a random dO."""
+    o = function(*leaves)
+    (do,) = drawn(tuple(o.shape), dtype=o.dtype)
+    o.backward(do.detach())
+    found = dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))
+    assert_right(found, expected(do, *leaves, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_of_attention_with_grouped_heads_and_two_lengths(dtype):
+    check(flash_attention.attention, *drawn(Q, K, K, dtype=dtype))
+
+
+def test_of_every_option_at_once():
+    check(
+        lambda q, k, v: flash_attention.attention(
+            q, k, v, window_size=(9, 2), softcap=3.0, softmax_scale=0.2
+        ),
+        *drawn(Q, K, K),
+        window_left=9,
+        window_right=2,
+        softcap=3.0,
+        softmax_scale=0.2,
+    )
+
+
+def test_of_queries_that_see_no_key():
+    check(
+        lambda q, k, v: flash_attention.attention(q, k, v, causal=True, return_lse=True)[0],
+        *drawn((1, 40, 1, D_HEAD), *2 * [(1, 25, 1, D_HEAD)]),
+        causal=True,
+    )
+
+
+def test_of_packed_tensors():
+    (qkv,) = drawn((1, 18, 3, 2, D_HEAD))
+    (kv,) = drawn((1, 18, 2, 2, D_HEAD))
+    (do,) = drawn(EQUAL)
+    flash_attn_qkvpacked_func(qkv, causal=True).backward(do.detach())
+    right = expected(do, *qkv.unbind(2), causal=True)
+    assert qkv.grad is not None
+    assert_right(dict(zip(right.expected, qkv.grad.unbind(2), strict=True)), right)
+    flash_attn_kvpacked_func(qkv[:, :, 0].detach(), kv).backward(do.detach())
+    right = expected(do, qkv[:, :, 0], *kv.unbind(2))
+    assert kv.grad is not None
+    assert_right(dict(zip(("dk", "dv"), kv.grad.unbind(2), strict=True)), right)
+
+
+def test_of_sequences_of_various_lengths():
+    """One has no queries and another no keys: their other rows have gradients of 0."""
+    begins_q, begins_k = [0, 0, 9, 20, 26], [0, 7, 20, 20, 31]
+    q, k, v = drawn((26, 2, D_HEAD), *2 * [(31, 2, D_HEAD)])
+    lengths = [torch.tensor(begins, dtype=torch.int32) for begins in (begins_q, begins_k)]
+    o = flash_attn_varlen_func(q, k, v, *lengths, 26, 31, causal=True)
+    (do,) = drawn(tuple(o.shape))
+    o.backward(do.detach())
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    for rows, keys in ((slice(0, 9), slice(7, 20)), (slice(20, 26), slice(20, 31))):
+        right = expected(do[None, rows], q[None, rows], k[None, keys], v[None, keys], causal=True)
+        found = {"dq": q.grad[None, rows], "dk": k.grad[None, keys], "dv": v.grad[None, keys]}
+        assert_right(found, right)
+    assert not k.grad[:7].any() and not v.grad[:7].any() and not q.grad[9:20].any()
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded": lambda do: do[:, :1, :1, :1].expand(do.shape),
+    "transposed": lambda do: do.transpose(1, 3).contiguous().transpose(1, 3),
+    "every other row": lambda do: do.repeat_interleave(2, dim=1)[:, ::2],
+    "a row of odd length": lambda do: torch.nn.functional.pad(do, (0, 1))[..., :-1],
+    "at an odd address": lambda do: torch.nn.functional.pad(do.flatten(), (1, 0))[1:].view(
+        do.shape
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", GRADIENTS)
+def test_of_a_gradient_of_any_layout(layout):
+    leaves = drawn(EQUAL, EQUAL, EQUAL)
+    do = GRADIENTS[layout](drawn(EQUAL)[0].detach())
+    flash_attention.attention(*leaves).backward(do)
+    found = dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))
+    assert_right(found, expected(do, *leaves))
+
+
+def test_of_one_tensor_that_is_q_k_and_v():
+    (x,) = drawn(EQUAL)
+    (do,) = drawn(EQUAL)
+    flash_attention.attention(x, x, x).backward(do.detach())
+    right = expected(do, x, x, x)
+    total = sum(right.expected.values())
+    assert x.grad is not None
+    assert (x.grad - total).abs().max() <= sum(bound.max_abs for bound in right.bounds.values())
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_of_one_input_alone(name):
+    leaves = dict(zip("qkv", drawn(EQUAL, EQUAL, EQUAL), strict=True))
+    given = {n: x if n == name else x.detach() for n, x in leaves.items()}
+    (do,) = drawn(EQUAL)
+    flash_attn_func(*given.values()).backward(do.detach())
+    assert_right({f"d{name}": leaves[name].grad}, expected(do, *leaves.values()))
+
+
+def test_of_sinks():
+    q, k, v = drawn(Q, K, K, dtype=torch.bfloat16)
+    sinks = torch.tensor([0.5, 2.0, -1.0, -torch.inf], dtype=torch.bfloat16).requires_grad_()
+    o = flash_attention.attention(q, k, v, causal=True, sinks=sinks)
+    (do,) = drawn(Q, dtype=torch.bfloat16)
+    o.backward(do.detach())
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    gradients = torch.autograd.grad(_with_sinks(*inputs), inputs, do.double())
+    for x, right in zip((q, k, v, sinks), gradients, strict=True):
+        assert x.grad is not None
+        assert (x.grad - right).norm() <= 0.02 * right.norm()
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Return causal attention with one more logit per head, written out."""
+    K, V = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    S = torch.einsum("bqhd,bkhd->bhqk", q, K) / D_HEAD**0.5
+    rows, keys = S.shape[-2:]
+    S = S.masked_fill(torch.ones(rows, keys).triu(keys - rows + 1).bool(), -torch.inf)
+    more = sinks[None, :, None, None].expand(*S.shape[:3], 1)
+    P = torch.softmax(torch.cat((S, more), dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("bhqk,bkhd->bqhd", P, V)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_is_the_same_under_checkpointing(use_reentrant):
+    plain, saved = drawn(EQUAL, EQUAL, EQUAL), drawn(EQUAL, EQUAL, EQUAL)
+    flash_attention.attention(*plain).sum().backward()
+    with torch.autograd.set_multithreading_enabled(False):
+        checkpoint(flash_attention.attention, *saved, use_reentrant=use_reentrant).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain, saved, strict=True))
+
+
+@pytest.mark.slow
+def test_is_the_same_when_compiled():
+    torch._dynamo.reset()
+    plain, traced = drawn(EQUAL, EQUAL, EQUAL), drawn(EQUAL, EQUAL, EQUAL)
+    flash_attention.attention(*plain, causal=True).sum().backward()
+    compiled = torch.compile(
+        lambda q, k, v: flash_attention.attention(q, k, v, causal=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    compiled(*traced).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain, traced, strict=True))
+
+
+def test_of_no_keys_is_0():
+    q, k = drawn(EQUAL, (1, 0, 2, D_HEAD))
+    flash_attention.attention(q, k, k).sum().backward()
+    assert q.grad is not None and not q.grad.any()
+    assert k.grad is not None and k.grad.shape == k.shape
+
+
+def test_nan_in_a_gradient_stays_in_its_row_and_column():
+    q, k, v = drawn(EQUAL, EQUAL, EQUAL)
+    do = torch.ones(EQUAL, dtype=q.dtype)
+    do[0, 3, 0, 5] = torch.nan
+    flash_attention.attention(q, k, v).backward(do)
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    assert {tuple(x) for x in q.grad.isnan().any(-1).nonzero().tolist()} == {(0, 3, 0)}
+    assert not k.grad[:, :, 1].isnan().any()
+    assert {tuple(x) for x in v.grad.isnan().any(1).nonzero().tolist()} == {(0, 0, 5)}
+
+
+class TestRefused:
+    def test_is_a_second_derivative(self):
+        q, k, v = drawn(EQUAL, EQUAL, EQUAL)
+        (dq,) = torch.autograd.grad(flash_attention.attention(q, k, v).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dq.sum().backward()
+
+    def test_is_the_gradient_of_an_lse(self):
+        o, lse = flash_attention.attention(*drawn(EQUAL, EQUAL, EQUAL), return_lse=True)
+        with pytest.raises(RuntimeError, match=r"no gradient of the LSE.*lse\.detach\(\)"):
+            (o.sum() + lse.sum()).backward()
