@@ -380,8 +380,8 @@ def attention(
     CUDA graphs too.
 
     Autograd has the gradients of q, k, v and sinks, by kernels of operation attention_backward,
-    which take equal head sizes of q and v. They are the same at each call. What depends on lse has
-    no gradient, there are no second derivatives, and torch.func's transforms are refused.
+    which take equal head sizes of q and v. They are the same at each call. The gradient of lse,
+    second derivatives and torch.func's transforms are refused.
 
     Raises the errors of `forward`. A ValueError names the property that no kernel of the device
     supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads

@@ -19,7 +19,7 @@ from general_hopper import (
 )
 
 import flash_attention
-from flash_attention import _forward
+from flash_attention import _forward, _operators
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
@@ -46,7 +46,7 @@ def built(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(library, "resolve", resolve)
     monkeypatch.setattr(_forward, "resolve", resolve)
     monkeypatch.setattr(simulator, "ptx_path", lambda c, _="": tmp_path / f"{c.short_form()}.ptx")
-    monkeypatch.setattr(_forward, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(_operators, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(best, "_candidates", lambda *_: (general(BEFORE), *CONFIGS[:2]))
     monkeypatch.setattr(call, "_plans", {})
     # no loop is unrolled

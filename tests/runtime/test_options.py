@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import flash_attention
-from flash_attention import _forward
+from flash_attention import _forward, _operators
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward.inputs import draw
 from flash_helpers.operations.attention_forward.reference import reference
@@ -50,7 +50,7 @@ def ran(monkeypatch) -> list[AttentionForward]:
     by_name = {config.short_form(): config for config in (PLAIN, CAUSAL)}
     monkeypatch.setattr(library, "resolve", lambda c: by_name.get(c, c))
     monkeypatch.setattr(_forward, "resolve", lambda c: by_name.get(c, c))
-    monkeypatch.setattr(_forward, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(_operators, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(best, "_candidates", lambda *_: (PLAIN, CAUSAL))
     monkeypatch.setattr(call, "_plans", {})
     monkeypatch.setattr(call.ReadyCall, "run", run)

@@ -57,6 +57,10 @@ def general(step: Step, **changes: Any) -> Config:
 
 
 def plain_ptx(config: Config) -> str:
-    """The plain kernel under the config's name."""
+    """The plain kernel under the symbol of the config's own."""
     own = "plain_causal" if config.causal else "plain"
-    return _PTX.read_text().replace(f"entry {own}(", f"entry {config.short_form()}(")
+    (function,) = config.kernels
+    names = (config.step.namespace, function, config.short_form())
+    namespace, function, argument = (f"{len(name)}{name}" for name in names)
+    symbol = f"_ZN{namespace}{function}I{argument}EEvv"
+    return _PTX.read_text().replace(f"entry {own}(", f"entry {symbol}(")
