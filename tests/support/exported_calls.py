@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flash_helpers.export.launches import LaunchFormula, input_name
+from flash_helpers.export.launches import LaunchFormula, input_name, name_in_c
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.call import TensorMap
@@ -111,7 +111,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
         maps.append((member, *kinds, address, *sizes))
         return bytes(128)
 
-    addresses = {**values, **{name: values.get(name, 0) for name in strides}}
+    addresses = {**values, **{name: values.get(name_in_c(name), 0) for name in strides}}
     return Planned(
         launch.grid,
         launch.cluster,

@@ -33,6 +33,11 @@ _MOST_ADDRESS = 2**62
 _MOST_REAL = 3.4028234663852886e38  # the largest float32
 
 
+def name_in_c(tensor: str) -> str:
+    """Return the name of an input that is a tensor's address: that of the tensor, but for dO."""
+    return "do_" if tensor == "do" else tensor  # a word of C
+
+
 @dataclass(frozen=True)
 class Input:
     """A number that a call takes. `kind`: "size", "option" (0 or 1), "real", "stride" in elements
@@ -205,13 +210,13 @@ class _Tracer:
 
     def _address(self, name: str, meaning: str) -> Formula:
         text = f"{meaning}: address on the device"
-        return self._input(name, "address", 0, _MOST_ADDRESS, text)
+        return self._input(name_in_c(name), "address", 0, _MOST_ADDRESS, text)
 
     def _address_of(self, tensor: Tensor) -> Formula:
         """Return the address of a tensor. That it is not aligned becomes a check."""
         name, axes = tensor.name, ", ".join(tensor.axes)
         address = self._address(name, f"{name}, {tensor.element.short} ({axes})")
-        if self._uses(name) and (alignment := self.config.supports.alignment) > 1:
+        if self._uses(name_in_c(name)) and (alignment := self.config.supports.alignment) > 1:
 
             def check() -> None:
                 if address % alignment:

@@ -8,11 +8,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward.problem import AttentionForward
-from flash_helpers.registry.problem import Constant, Element, Role, Tensor
+from flash_helpers.registry.problem import Constant, Element, Role, Tensor, option
 
 _AXES = AttentionForward.axes["q"]
 _GIVEN = ("do", "q", "k", "v", "o")
 GRADIENTS: Mapping[str, str] = MappingProxyType({"dq": "q", "dk": "k", "dv": "v"})
+# Heads of a call from C: 64 bits count the bytes of a buffer with 8 for each query.
+MAX_EXPORTED_HEADS = 8192
 _BEGINS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
@@ -48,6 +50,7 @@ class AttentionBackward(AttentionForward):
     )
     optional: ClassVar[frozenset[str]] = frozenset(_BEGINS)
 
+    heads: int = option("heads of Q", most=MAX_EXPORTED_HEADS)
     # Fields of the forward pass that no command line sets here.
     _: KW_ONLY
     sinks: bool = False
