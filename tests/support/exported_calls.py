@@ -94,7 +94,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
             strides[tensor.name] = (*outer, 1)
             if config.supports.layout_refusal(tensor, strides[tensor.name]):
                 return None
-        if values.get(tensor.name, 0) % alignment:
+        if values.get(name_in_c(tensor.name), 0) % alignment:
             return None
     device = Device("a GPU", (9, 0), values.get("sms", 2))
     call = config.call(problem, strides, device)
