@@ -202,7 +202,8 @@ def by_c(launch: LaunchFormula, shim: Any) -> Callable[[Values], Planned | None]
     def plan(values: Values) -> Planned | None:
         call = struct.pack(f"<{codes}", *(values[given.name] for given in launch.inputs))
         arguments = ctypes.create_string_buffer(launch.layout.size)
-        numbers, reason = (ctypes.c_uint64 * 128)(), ctypes.create_string_buffer(200)
+        size = 9 + 20 * len(launch.tensor_maps) + len(launch.buffers)
+        numbers, reason = (ctypes.c_uint64 * size)(), ctypes.create_string_buffer(200)
         if shim(call, arguments, numbers, reason):
             assert reason.value
             return None
