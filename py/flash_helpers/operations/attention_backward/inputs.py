@@ -23,7 +23,7 @@ def _draw_do(
     if distribution == "countable":
         every = (torch.arange(n, device=device) for n in shape)
         _, seq, head, column = torch.meshgrid(*every, indexing="ij")
-        return ((3 * seq + head + 5 * column) % 11 - 4).float()
+        return ((3 * seq + head + 5 * column) % 11 - 5).float()
     generator = torch.Generator(device=device).manual_seed(seed ^ _OF_DO)
     return torch.randn(shape, generator=generator, device=device).add_(MEAN)
 
