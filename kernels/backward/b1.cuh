@@ -1,6 +1,6 @@
 #pragma once
-// Step 1 of the backward family: one kernel for dQ, one for dK and dV. Parent in the story: h1, of
-// which TMA, wgmma and the order of phases are.
+// Step 1 of the backward family: TMA and wgmma. Parent in the story: p1; no line of it is left.
+// One kernel computes dQ, another dK and dV, as in p1; the order of phases is that of h1.
 //
 // What changed
 //   1. Of the scores the forward pass has kept one number per row, the LSE. S is computed again,

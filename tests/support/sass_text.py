@@ -39,7 +39,7 @@ ARCHITECTURES = tuple(name for name in library.architectures() if re.fullmatch(r
 DEFAULT = ARCHITECTURE
 PROGRESSION = [config for config in get_kernel_progression_configs() if config.family.is_portable]
 WITH_TENSOR = [config for config in PROGRESSION if config.family.operation is ATTENTION]
-WITHOUT_TENSOR = [config for config in PROGRESSION if config not in WITH_TENSOR]
+WITHOUT_TENSOR = [config for config in PROGRESSION if config.loop_unit is None]
 
 _LINE = re.compile(
     r"(?:(?P<label>\w+):)?\s*(?P<guard>@!?\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*)"

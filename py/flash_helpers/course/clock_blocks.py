@@ -306,17 +306,17 @@ def _named_results(evidence: Evidence, arguments: Arguments) -> BenchmarkResults
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:
     """One row per step: its page, the page's place in the course, the idea, and the speed in
-    percent at each tile. Families with the same tiles and metric share a table, with the libraries
-    of the same run."""
+    percent at each tile. Families of one operation with the same tiles and metric share a table,
+    with the libraries of the same run."""
     tables: dict[tuple[str, ...], list[Family]] = {}
     for family in FAMILIES.values():
         heading = metric_of(family).heading
         tiles = tile_configs(next(iter(family.steps.values())))
         headings = (heading if tile == OWN else f"{tile} tile" for tile in tiles)
-        tables.setdefault(tuple(headings), []).append(family)
+        tables.setdefault((family.operation.name, *headings), []).append(family)
     return "\n\n".join(
         _map_table(evidence, headings, families, arguments.page)
-        for headings, families in tables.items()
+        for (_, *headings), families in tables.items()
     )
 
 
@@ -338,6 +338,8 @@ def _map_table(
         if found := _percent_cell(share(results, library, DTYPE.short)):
             rows.append(["", "", LIBRARY_NAMES[library], *[found] * len(headings)])
     table = Table(["step", "place", "idea", *headings], rows, "lll").markdown()
+    if not results.sizes:
+        return f"{table}\n\nNone of these steps was measured on a GPU yet."
     measured = results.provenance
     return (
         f"{table}\n\nPercent of {metric.title}, {DTYPE.short}, {LOAD_TEXTS[results.main_load]}, by "

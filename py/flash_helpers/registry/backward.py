@@ -239,6 +239,7 @@ BACKWARD = Family(
             "two_kernels",
             "one kernel for dQ, one for dK and dV: no sums in memory",
             _file(1),
+            parent="p1",
         ),
         StepEntry(
             "scores_in_registers",
