@@ -88,7 +88,7 @@ class TestUnchanged:
     """The kernel is made from the same as in the baseline."""
 
     def test_is_not_read_again(self, capsys, baseline, monkeypatch) -> None:
-        monkeypatch.setattr("flash_helpers.measure.baseline.own_kernels", pytest.fail)
+        monkeypatch.setattr("flash_helpers.measure.baseline.all_kernels", pytest.fail)
         status, out, _ = run(capsys, baseline)
         assert status == 0
         assert "1 kernels compared: 0 worse, 0 better, 1 the same" in out
