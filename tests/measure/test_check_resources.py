@@ -57,6 +57,19 @@ def newer_compiler(document: dict[str, Any]) -> None:
     figures(document)["made_from"] = "something else"
 
 
+class TestArchitectures:
+    """Without --arch a kernel is read for those that it is made for."""
+
+    def test_of_a_step_of_hopper_are_its_own(self, capsys) -> None:
+        assert load_tool(TOOL).main(["--kernel", "g1", "--any-compiler"]) in (0, 1)
+        assert "3 kernels compared: " in capsys.readouterr().out
+
+    def test_that_it_is_not_made_for_are_refused(self, capsys) -> None:
+        unlisted = "g1_bf16_d128_Br128_Bc96_K3_V2_pp"
+        assert load_tool(TOOL).main(["--kernel", unlisted, "--arch", "sm_80"]) == 2
+        assert "is made for none of sm_80: use --arch with one of sm_90a" in capsys.readouterr().err
+
+
 class TestCheck:
     def test_passes_when_nothing_changed(self, capsys, baseline) -> None:
         before = baseline.read_text()

@@ -29,8 +29,9 @@ from flash_helpers.measure.baseline import (
     load_baseline,
 )
 from flash_helpers.measure.machine_code import listed_configs
+from flash_helpers.registry.config import Config
 from flash_helpers.registry.problem import Element
-from flash_helpers.registry.selection import KERNEL_NAMES, select_kernels
+from flash_helpers.registry.selection import KERNEL_NAMES, UsageError, select_kernels
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,33 @@ def text_of(comparison: Comparison, reading: Reading) -> str:
     return "\n".join([comparison_text(comparison), *([told] if n_known else [])])
 
 
+def chosen_configs(arguments: argparse.Namespace) -> dict[str, list[Config]]:
+    """Return the configs to read, by architecture. Raises UsageError for a step that is listed for
+    none of the architectures, and for a config that is made for none."""
+    asked = arguments.arch or [f"sm_{number}" for number in DEFAULT_ARCHITECTURES]
+    listed = {architecture: listed_configs(architecture) for architecture in asked}
+    if not arguments.kernel:
+        return listed
+    every = sorted({config for configs in listed.values() for config in configs})
+    wanted = select_kernels(every, arguments.kernel, Element)
+    chosen = {a: [c for c in wanted if _is_made_for(c, a)] for a in asked}
+    found = {architecture: configs for architecture, configs in chosen.items() if configs}
+    if not found:
+        raise UsageError(
+            f"--kernel {' '.join(arguments.kernel)} is made for none of {', '.join(asked)}: use "
+            f"--arch with one of {', '.join(f'sm_{x}' for x in wanted[0].family.targets)}"
+        )
+    return found
+
+
+def _is_made_for(config: Config, architecture: str) -> bool:
+    try:
+        config.family.target_on(architecture)
+    except ValueError:
+        return False
+    return True
+
+
 def check(arguments: argparse.Namespace) -> int:
     """Read, compare and print; returns the exit status. Raises SassError, UsageError
     and OSError."""
@@ -133,10 +161,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.baseline.exists() or not arguments.update:
         baseline = load_baseline(arguments.baseline)
     reading = Reading(Baseline() if arguments.all else baseline)
-    for architecture in arguments.arch or [f"sm_{number}" for number in DEFAULT_ARCHITECTURES]:
-        configs = listed_configs(architecture)
-        if arguments.kernel:
-            configs = select_kernels(configs, arguments.kernel, Element)
+    for architecture, configs in chosen_configs(arguments).items():
         with progress_bar(f"reading {architecture}") as progress:
             reading.add(architecture, configs, progress)
     compiler, found = reading.compiler, [figures for _, figures in reading.figures]
