@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_sources import write_sources
@@ -486,6 +488,30 @@ class TestClaim:
             stopped.set()
             with pytest.raises(Stopped), jit.cache.claim(recipe, "key", stopped):
                 pytest.fail("two have it")
+
+    @pytest.mark.parametrize("name, is_before", [("mkdir", False), ("open", True), ("open", False)])
+    def test_is_had_by_the_next_whenever_its_holder_ends_it(
+        self, make, monkeypatch, name, is_before
+    ) -> None:
+        """Its folder is removed between any two calls of the next one."""
+        jit, stopped, holder = make(), threading.Event(), contextlib.ExitStack()
+        recipe = jit.recipe(UNIT, TARGET)
+        holder.enter_context(jit.cache.claim(recipe, "key", stopped))
+        call = getattr(os, name)
+
+        def end_it_beside(path: Any, *arguments: Any, **named: Any) -> Any:
+            if not str(path).startswith(f"{jit.cache.folder}/.compiling-"):
+                return call(path, *arguments, **named)
+            if is_before:
+                holder.close()
+            try:
+                return call(path, *arguments, **named)
+            finally:
+                holder.close()
+
+        monkeypatch.setattr(os, name, end_it_beside)
+        with jit.cache.claim(recipe, "key", stopped) as scratch:
+            assert scratch.is_dir()
 
     def test_ends_for_those_who_wait_although_a_forked_process_lives_on(self, make) -> None:
         """The child has the open file of the lock, too."""

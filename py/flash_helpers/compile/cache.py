@@ -346,11 +346,13 @@ def _locked(folder: Path, stopped: threading.Event) -> Iterator[None]:
     """
     path = folder / _LOCK
     while True:
-        folder.mkdir(exist_ok=True, mode=0o700)
+        # Not by `exist_ok`, which looks once more: its holder may remove it at any moment.
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue  # its holder has just removed it
+            continue
         try:
             _wait_for_lock(handle, stopped)
             if not _is_same(handle, path):
