@@ -549,7 +549,7 @@ class TestClaim:
 
 
 PROCESS = """
-import sys
+import signal, sys
 from pathlib import Path
 from fake_toolchain import FakeCompiler
 from flash_helpers.compile.cache import Cache
@@ -559,6 +559,7 @@ from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.package import sources_root
 from flash_helpers.compile.nvrtc import gather_sources
 from flash_helpers.compile.sources import Unit
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
 root, cache, *names = sys.argv[1:]
 jit = Jit(Path(root), Cache(Path(cache)), FakeCompiler, 2)
 units = [Unit(f"kernel_{name}", f'#include "kernels/{name}.cuh"\\n// {name}\\n') for name in names]
