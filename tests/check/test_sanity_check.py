@@ -127,6 +127,31 @@ def test_a_wrong_kernel_fails_alone_and_says_why(damage: Damage, reason: str) ->
     assert f"{failed.config.short_form()} failed: {failed.reason}" in report.notes()
 
 
+def test_the_small_check_has_grouped_heads_where_a_kernel_with_a_mask_takes_them(
+    monkeypatch, capsys
+) -> None:
+    tool = load_tool(TOOL)
+    monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: fake_backend())
+
+    def heads_checked(*arguments: str) -> dict[str, list[tuple[bool, int, int]]]:
+        assert tool.main(["--small", "--dtype", "bf16", "--json", *arguments]) == 0
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        problems: dict[str, list[tuple[bool, int, int]]] = {c["step"]: [] for c in checks}
+        for c in checks:
+            p = AttentionForward.from_record(c["problem"])
+            problems[c["step"]].append((p.causal, p.heads, p.kv_heads))
+        return problems
+
+    assert heads_checked("--kernel", "h12", "h30") == {
+        "h12": [(False, 1, 1)],
+        "h30": [(False, 1, 1), (True, 2, 1)],
+    }
+    # Sizes of the command line are everybody's.
+    assert heads_checked("--kernel", "h30", "--heads", "3") == {
+        "h30": [(False, 3, 3), (True, 3, 3)]
+    }
+
+
 def test_causal_configs_are_checked_on_a_causal_problem() -> None:
     """Beside those that are not, on the problem as it is."""
     report = report_on(fake_backend())

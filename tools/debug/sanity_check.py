@@ -68,7 +68,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     problems = "; ".join(
-        f"{name}: {o.small} instead of {o.usual}" for name, o in OPERATIONS.items()
+        f"{name}: {o.small} instead of {o.usual}"
+        + (
+            f", and {o.small_variant} of kernels with a mask that take it"
+            if o.small_variant
+            else ""
+        )
+        for name, o in OPERATIONS.items()
     )
     parser.add_argument("--small", action="store_true", help=problems)
     parser.add_argument("--operation", choices=OPERATIONS, help="(default: all operations)")
@@ -123,6 +129,17 @@ def chosen_problems(arguments: argparse.Namespace, small: bool) -> dict[str, Pro
     }
 
 
+def chosen_variants(problems: Mapping[str, Problem]) -> dict[str, Problem]:
+    """Return the problems of kernels with a mask, by operation, where the command line leaves the
+    small problems as they are."""
+    return {
+        name: variant
+        for name, problem in problems.items()
+        if problem == OPERATIONS[name].small
+        if (variant := OPERATIONS[name].small_variant)
+    }
+
+
 def announce(request: SanityRequest, small: Mapping[str, Problem]) -> None:
     """Print the simulator's estimated time if it is long, and the time with `--small` if it is
     shorter. small: the problems of `--small`."""
@@ -132,7 +149,9 @@ def announce(request: SanityRequest, small: Mapping[str, Problem]) -> None:
     seconds = estimated_seconds(request)
     if seconds < ANNOUNCE_FROM_SECONDS:
         return
-    with_small = estimated_seconds(replace(request, problems=small))
+    with_small = estimated_seconds(
+        replace(request, problems=small, variants=chosen_variants(small))
+    )
     way_out = "fewer kernels or smaller sizes take less"
     if with_small < seconds:
         way_out = f"--small takes about {duration_text(with_small)}, and is enough for a first look"
@@ -161,6 +180,7 @@ def check(arguments: argparse.Namespace) -> int:
         arguments.inputs,
         arguments.seed,
         arguments.diff,
+        chosen_variants(problems),
     )
     require_options_of(arguments, request.problems)
     if backend.is_simulator:

@@ -8,7 +8,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class SanityRequest:
     """The configs to check, their inputs, and whether errors are reported row by row.
 
     skipped: reasons why configs are left out although their step has another config that runs.
-    problems: by operation.
+    problems: by operation. variants: by operation, of configs with an option such as a mask, where
+    they take it.
     """
 
     configs: tuple[Config, ...]
@@ -47,10 +49,11 @@ class SanityRequest:
     distribution: str
     seed: int
     diff: bool
+    variants: Mapping[str, Problem] = field(default_factory=dict)
 
     def problem_of(self, config: Config) -> Problem:
         """Return the problem that a config is checked on."""
-        return _own_problem(config, self.problems)
+        return _own_problem(config, self.problems, self.variants)
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,25 @@ class KernelCheck:
         return not self.reason
 
 
-def _own_problem(config: Config, problems: Mapping[str, Problem]) -> Problem:
+def _own_problem(
+    config: Config, problems: Mapping[str, Problem], variants: Mapping[str, Problem]
+) -> Problem:
     """Return the problem of a config's operation, with the config's dtype and what is compiled into
     it, such as a mask."""
-    problem = problems[config.family.operation.name].in_dtype(config.dtype)
-    return config.supports.adapted(problem)
+
+    def own(problem: Problem) -> Problem:
+        return config.supports.adapted(problem.in_dtype(config.dtype))
+
+    operation = config.family.operation.name
+    if _has_option(config) and operation in variants:
+        variant = own(variants[operation])
+        if not config.refusal(variant):
+            return variant
+    return own(problems[operation])
+
+
+def _has_option(config: Config) -> bool:
+    return any(config.supports.options.values())
 
 
 def _with_masks(configs: Sequence[Config]) -> list[Config]:
@@ -113,8 +130,7 @@ def _with_masks(configs: Sequence[Config]) -> list[Config]:
     found: dict[Config, None] = {}
     for config in configs:
         found[config] = None
-        masked = [c for c in config.variants() if any(c.supports.options.values())]
-        found |= dict.fromkeys(masked[:1])
+        found |= dict.fromkeys([c for c in config.variants() if _has_option(c)][:1])
     return list(found)
 
 
@@ -126,13 +142,14 @@ def make_request(
     distribution: str,
     seed: int = 0,
     diff: bool = False,
+    variants: Mapping[str, Problem] = MappingProxyType({}),
 ) -> SanityRequest:
     """Choose the configs to check: by default, the configs of the progression and their
     causal variants, as far as they take the problem.
 
-    problems: by operation; kernels of other operations are left out. Raises UsageError if a
-    selector names no listed config, if no config of a chosen step takes the problem, and if no
-    config at all does.
+    problems: by operation; kernels of other operations are left out. variants: see SanityRequest.
+    Raises UsageError if a selector names no listed config, if no config of a chosen step takes the
+    problem, and if no config at all does.
     """
     progression = get_kernel_progression_configs()
     chosen = select_kernels(backend.kernels, selectors, dtypes, default=_with_masks(progression))
@@ -146,12 +163,13 @@ def make_request(
     chosen = [c for c in chosen if distribution in operations[c].distributions]
     if not chosen:
         raise UsageError(f"inputs {distribution!r} belong to another operation: choose others")
-    refusals = {c: c.refusal(_own_problem(c, problems)) for c in chosen}
+    refusals = {c: c.refusal(_own_problem(c, problems, variants)) for c in chosen}
     run = {c.step for c in chosen if not refusals[c]}
     may_be_left_out = run if selectors or not run else {c.step for c in chosen}
     configs = [c for c in chosen if not refusals[c] or c.step not in may_be_left_out]
     for config in configs:
-        require_supported([config], _own_problem(config, problems))
+        require_supported([config], _own_problem(config, problems, variants))
+    with_option = {operations[c].name for c in configs if _has_option(c)}
     return SanityRequest(
         configs=tuple(configs),
         skipped=tuple(refusals[c] for c in chosen if c not in configs),
@@ -159,6 +177,7 @@ def make_request(
         distribution=distribution,
         seed=seed,
         diff=diff,
+        variants={name: problem for name, problem in variants.items() if name in with_option},
     )
 
 
@@ -383,6 +402,10 @@ class SanityReport:
         request = self.request
         parts = [
             *(f"{problem.operation}: {problem}" for problem in request.problems.values()),
+            *(
+                f"{problem.operation}, of kernels with a mask that take it: {problem}"
+                for problem in request.variants.values()
+            ),
             f"inputs {request.distribution}, seed {request.seed}; {self.device}",
             self.table(),
             *self.notes(all_lints),
@@ -413,6 +436,7 @@ class SanityReport:
                     "config": check.config.short_form(),
                     "ran": check.ran.short_form(),
                     "dtype": check.config.dtype.short,
+                    "problem": request.problem_of(check.config).record(),
                     "verdict": "pass" if check.passed else "fail",
                     "reason": check.reason or None,
                     "lints": list(check.lints),

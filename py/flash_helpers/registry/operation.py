@@ -35,6 +35,8 @@ class Operation:
 
     `name`: name of its folder in flash_helpers.operations. `title`: a noun phrase for readers.
     `small`, `usual`: problems that its kernels are checked on, the small one in the simulator.
+    `small_variant`: instead of `small`, for kernels with an option such as a mask, where they take
+    it.
     `debugged`: the problem that debug.py looks into. `swept`: field of the problem that benchmarks
     and plots vary. `measured`: returns the problem that is measured at one value of that field.
     `measured_at`: the usual values.
@@ -72,6 +74,7 @@ class Operation:
     families: tuple[str, ...]
     simulated_ns: float
     has_trace: bool = False
+    small_variant: Problem | None = None
     ceiling: str = ""
     short_names: Mapping[str, str] = field(default_factory=dict, compare=False)
 

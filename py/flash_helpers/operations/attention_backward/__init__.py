@@ -20,6 +20,7 @@ OPERATION = Operation(
     title="attention, backward",
     problem=AttentionBackward,
     small=AttentionBackward(batch=1, heads=1, len_q=256),
+    small_variant=AttentionBackward(batch=1, heads=2, kv_heads=1, len_q=256),
     usual=AttentionBackward(batch=4, heads=16, len_q=2048),
     debugged=AttentionBackward(batch=1, heads=1, len_q=128),
     counted=AttentionBackward(batch=1, heads=1, len_q=256),

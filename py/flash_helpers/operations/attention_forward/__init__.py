@@ -24,6 +24,7 @@ OPERATION = Operation(
     title="attention, forward",
     problem=AttentionForward,
     small=AttentionForward(batch=1, heads=1, len_q=512),
+    small_variant=AttentionForward(batch=1, heads=2, kv_heads=1, len_q=512),
     usual=AttentionForward(batch=16, heads=16, len_q=2048),
     debugged=AttentionForward(batch=1, heads=1, len_q=256),
     counted=AttentionForward(batch=1, heads=1, len_q=512),
