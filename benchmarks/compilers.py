@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +56,7 @@ from flash_helpers.registry.selection import (
     select_kernels,
 )
 from flash_helpers.runtime.backend import Backend, find_backend
-from flash_helpers.tune.process import KernelFile
+from flash_helpers.tune.process import CompiledConfig, KernelFile
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/compilers_h100.json"
@@ -152,50 +152,61 @@ def chosen_kernels(arguments: argparse.Namespace, backend: Backend, gpu: Device)
 
 
 class Compiled(NamedTuple):
-    """A kernel's files by nvcc and by NVRTC, a copy of the first, and their digests."""
+    """A config's files by nvcc and by NVRTC, a copy of the first, and their digests."""
 
-    files: tuple[KernelFile, KernelFile]
-    copy: KernelFile
+    files: tuple[CompiledConfig, CompiledConfig]
+    copy: CompiledConfig
     record: CompiledTwice
 
 
 def compile_all(
     configs: Sequence[Config], compilers: Sequence[Compiler], capability: int, folder: Path
 ) -> list[Compiled]:
-    """Each config's kernel, compiled by each compiler for GPUs of a compute capability such as 90.
+    """Each config's kernels, compiled by each compiler for GPUs of a compute capability such as 90.
     The files lie below `folder`. Raises BuildError."""
-    targets = [f"sm_{config.family.targets_for([capability])[0]}" for config in configs]
-    units = [unit for config in configs for unit in units_of(config)]
+    wanted = [(config, unit) for config in configs for unit in units_of(config)]
+    targets = [f"sm_{config.family.targets_for([capability])[0]}" for config, _ in wanted]
     made = []
     for number, compiler in enumerate(compilers):
         own_cache = cache.Cache(folder / str(number))
         jit = Jit(ROOT, own_cache, partial(_given, compiler), requested_jobs(os.environ))
-        made.append(jit.get(units, targets))
+        compiled = jit.get([unit for _, unit in wanted], targets)
+        own: dict[Config, list[cache.Compiled]] = {config: [] for config in configs}
+        for (config, _), kernel in zip(wanted, compiled, strict=True):
+            own[config].append(kernel)
+        made.append(own)
     found = []
-    for config, first, second in zip(configs, *made, strict=True):
-        name = config.short_form()
-        copy = folder / f"{name}.cubin"
-        shutil.copy(first.cubin_path, copy)
+    for config in configs:
+        first, second = (own[config] for own in made)
+        copies = [shutil.copy(k.cubin_path, folder / f"{k.name}.cubin") for k in first]
         record = CompiledTwice(
-            name,
-            (cubin_code(first.cubin_path), cubin_code(second.cubin_path)),
-            (_registers(first), _registers(second)),
+            config.short_form(),
+            (_code(first), _code(second)),
+            (max(map(_registers, first)), max(map(_registers, second))),
         )
-        found.append(
-            Compiled(
-                (
-                    KernelFile(name, str(first.cubin_path), first.symbol),
-                    KernelFile(name, str(second.cubin_path), second.symbol),
-                ),
-                KernelFile(name, str(copy), first.symbol),
-                record,
-            )
-        )
+        files = _files(config, first), _files(config, second)
+        found.append(Compiled(files, _files(config, first, copies), record))
     return found
 
 
 def _given(compiler: Compiler) -> Compiler:
     return compiler
+
+
+def _files(
+    config: Config, kernels: Sequence[cache.Compiled], cubins: Sequence[str | Path] = ()
+) -> CompiledConfig:
+    """A config's files. `cubins`: instead of those of the kernels."""
+    paths = cubins or [kernel.cubin_path for kernel in kernels]
+    found = [
+        KernelFile(kernel.name, str(path), kernel.symbol)
+        for kernel, path in zip(kernels, paths, strict=True)
+    ]
+    return CompiledConfig(config.short_form(), tuple(found))
+
+
+def _code(kernels: Iterable[cache.Compiled]) -> str:
+    return cubin_code(*(kernel.cubin_path for kernel in kernels))
 
 
 def _registers(kernel: cache.Compiled) -> int:
@@ -215,7 +226,7 @@ def measure(
     from flash_helpers.tune.worker import cubin_contender
 
     of_record = {each.record: each for each in compiled}
-    cases: dict[Problem, list[tuple[KernelFile, KernelFile]]] = defaultdict(list)
+    cases: dict[Problem, list[tuple[CompiledConfig, CompiledConfig]]] = defaultdict(list)
     for record, has_control in timed_kernels(of_record):
         own = of_record[record]
         both = [own.files, (own.files[0], own.copy)] if has_control else [own.files]

@@ -18,7 +18,7 @@ from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.results import ResourceRecord
 from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.sass.analyse.occupancy import occupancy
-from flash_helpers.tune.process import KernelFile
+from flash_helpers.tune.process import CompiledConfig, KernelFile
 
 if TYPE_CHECKING:
     from flash_helpers.measure.benchmark import Contender
@@ -92,9 +92,9 @@ def contender(cubin: Cubin, execute: Execute) -> Contender:
     does."""
     from flash_helpers.tune.worker import cubin_contender  # imports torch
 
-    file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
-    # All experiments share a config.
-    return replace(cubin_contender(file, execute), name=cubin.name, config=None)
+    name = cubin.config.short_form()  # all experiments share a config
+    compiled = CompiledConfig(name, (KernelFile(name, str(cubin.path), cubin.symbol),))
+    return replace(cubin_contender(compiled, execute), name=cubin.name, config=None)
 
 
 def source_digest(root: Path) -> str:

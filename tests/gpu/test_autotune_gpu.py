@@ -33,7 +33,7 @@ from flash_helpers.measure.timing import CudaTimer, make_timer
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.mma_loop import MmaLoop
 from flash_helpers.tune.best import best_config
-from flash_helpers.tune.process import KernelFile
+from flash_helpers.tune.process import CompiledConfig, KernelFile
 from flash_helpers.tune.sweep import DROPPED, FAILED, TIMED, SweepRow, load_sweep
 from flash_helpers.tune.winners import BestConfigs, best_file, load_best, sweep_file
 from flash_helpers.tune.worker import cubin_contender
@@ -106,10 +106,10 @@ def test_a_kernel_compiled_on_the_side_is_right(
     jit = Jit(ROOT, Cache(tmp_path / "cubins"), find_compiler, jobs=2)
     for compiled in jit.get([*units_of(V7), *units_of(V16)], f"sm_{architecture}"):
         name = compiled.name
-        kernel = KernelFile(name, str(compiled.cubin_path), compiled.symbol)
+        file = KernelFile(name, str(compiled.cubin_path), compiled.symbol)
         wanted = flash_attention.forward(name, *inputs.inputs.values())  # the library's own
         inputs.outputs["o"].fill_(torch.nan)
-        cubin_contender(kernel, find_backend("cuda").execute).run(inputs)
+        cubin_contender(CompiledConfig(name, (file,)), find_backend("cuda").execute).run(inputs)
         assert torch.equal(inputs.outputs["o"], wanted)
 
 

@@ -217,20 +217,28 @@ class TestTool:
         with pytest.raises(ValueError, match=r"A100 .* need 9\.0"):
             tool.chosen_kernels(tool.parse_arguments(["--kernel", "h30"]), backend, gpu)
 
-    def test_compiles_each_kernel_by_each_compiler(self, tool, tmp_path) -> None:
-        config = FAMILIES["softmax"].progression()[0]
+    @pytest.mark.parametrize("family", ["softmax", "backward_sync"])
+    def test_compiles_each_kernel_by_each_compiler(self, tool, tmp_path, family) -> None:
+        config = FAMILIES[family].progression()[0]
         (found,) = tool.compile_all([config], [nvrtc_compiler()] * 2, 90, tmp_path)
         assert found.record.is_same and found.record.name == config.short_form()
         assert found.record.registers[0] == found.record.registers[1] > 0
-        first, second = (Path(file.cubin) for file in found.files)
-        assert first != second and first.read_bytes() == Path(found.copy.cubin).read_bytes()
-        assert {file.symbol for file in (*found.files, found.copy)} == {found.files[0].symbol}
+        compiled = (*found.files, found.copy)
+        for first, second, copy in zip(*(of.kernels for of in compiled), strict=True):
+            assert first.cubin != second.cubin and first.cubin != copy.cubin
+            assert Path(first.cubin).read_bytes() == Path(copy.cubin).read_bytes()
+            assert first.symbol == second.symbol == copy.symbol
+            assert first.name == second.name == copy.name
+        assert {k.name for k in found.copy.kernels} == {*config.kernels.values()}
 
     @pytest.fixture
     def compiled(self, tool) -> list:
         def of(config: Config, is_same: bool):
             name = config.short_form()
-            first, second, copy = (tool.KernelFile(name, x, "k") for x in ("nvcc", "rtc", "copy"))
+            first, second, copy = (
+                tool.CompiledConfig(name, (tool.KernelFile(name, x, "k"),))
+                for x in ("nvcc", "rtc", "copy")
+            )
             return tool.Compiled((first, second), copy, twice(config, is_same))
 
         return [of(AMPERE[0], True), *(of(c, False) for c in HOPPER[:2])]
@@ -241,8 +249,8 @@ class TestTool:
         timed: list = []
 
         def measure_problem(contenders, sets, problem, dtype, timer, protocol, sensor):
-            timed.append((tuple(kernel.cubin for kernel in contenders), problem))
-            names = [kernel.config for kernel in contenders]
+            timed.append((tuple(own.kernels[0].cubin for own in contenders), problem))
+            names = [own.config for own in contenders]
             return [
                 measurement(name, problem.len_q, 100.0, load=load.name)
                 for load in protocol.loads

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Stands in for nvcc: the same files in the same places, in milliseconds and on any machine.
 
-A source that says FAIL does not compile; one that says SLEEP takes a minute, and PAUSE a moment;
-one that says MEET waits until two of its kind have begun; ptxas repeats the line of one that says
-PTXAS. The environment gives what it reports (FAKE_CUDA, FAKE_ARCHITECTURES) and where it notes what
-it did (FAKE_LOG).
+A source that says FAIL, or whose name matches FAKE_FAILS, does not compile; one that says SLEEP
+takes a minute, and PAUSE a moment; one that says MEET waits until two of its kind have begun; ptxas
+repeats the line of one that says PTXAS. The environment gives what it reports (FAKE_CUDA,
+FAKE_ARCHITECTURES) and where it notes what it did (FAKE_LOG).
 
 With --first-use it stands in for the compilers of kernels at first use, and writes the ELF file of
 one kernel. The machine code depends on all of the config but the fragment loads of Q, K and V; a
@@ -55,7 +55,8 @@ def read_unit(source):
         time.sleep(0.3)
     if "MEET" in text:
         meet()
-    if "FAIL" in text:
+    fails = "FAKE_FAILS" in os.environ and re.search(os.environ["FAKE_FAILS"], source.stem)
+    if fails or "FAIL" in text:
         print(f"{source}(1): error: FAIL is not C++")
         sys.exit(1)
     return inputs, text

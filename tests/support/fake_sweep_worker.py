@@ -66,7 +66,7 @@ def ratio(name, seq_len):
 
 
 def answer(request, spoilt):
-    names = [kernel.config for kernel in request.kernels]
+    names = [kernel.config for kernel in request.configs]
     note(" ".join([*names, *map(str, request.sizes)]))
     for name in names:
         if matches("FAKE_HANGS", name):

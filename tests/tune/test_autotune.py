@@ -41,6 +41,7 @@ from flash_helpers.kernel_configs import (
     read_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
+from flash_helpers.measure.machine_code import code_digest
 from flash_helpers.measure.results import FLASH
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.registry.ampere import AMPERE
@@ -55,6 +56,7 @@ from flash_helpers.tune.best import best_config
 from flash_helpers.tune.measurer import Journal, JournalEntry, Measurer
 from flash_helpers.tune.process import (
     Answer,
+    CompiledConfig,
     KernelFile,
     Request,
     WorkerError,
@@ -96,6 +98,7 @@ H7 = next(
 )
 LAST, LAST_CAUSAL = HOPPER.fixed_config([*HOPPER.steps.values()][-1], Element.BF16).variants()
 LONG = LAST.replace(**LONG_TILE)
+P1 = [c for c in get_autotuning_kernel_configs() if c.step.id == "p1" and c.dtype == Element.BF16]
 LARGE = V7.replace(B_r=128)
 WIDE = V7.replace(B_c=128)
 OTHER_LOADS = V7.replace(K_mma_load_K_tiles=2, Q_mma_load_K_tiles=0)
@@ -168,8 +171,13 @@ def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
 
 
 def request(config: FlashForwardKernelConfig = V7) -> Request:
-    kernel = KernelFile(config.short_form(), "a.cubin", "_Zkernel")
-    return Request((kernel,), (512, 1024), SCREEN_PROTOCOL)
+    return Request((compiled(config, "a.cubin"),), (512, 1024), SCREEN_PROTOCOL)
+
+
+def compiled(config: Config, cubin: str, symbol: str = "_Zkernel") -> CompiledConfig:
+    """A config of one kernel."""
+    name = config.short_form()
+    return CompiledConfig(name, (KernelFile(name, cubin, symbol),))
 
 
 @pytest.fixture
@@ -300,7 +308,7 @@ def test_one_key_of_the_journal_is_of_one_problem(monkeypatch, tmp_path: Path) -
         monkeypatch.setattr(
             Config, "measured", lambda config, n, batch=batch: AttentionForward(batch, 16, n)
         )
-        entry = measurer.measure([made], (512,), SCREEN_PROTOCOL)
+        entry = measurer.measure([[made]], (512,), SCREEN_PROTOCOL)
         problems.setdefault(entry.key, batch)
     assert sorted(problems.values()) == [1, 2] and len(asked) == 2
 
@@ -373,7 +381,7 @@ def test_a_cubin_is_registered_and_runs_like_any_kernel(monkeypatch, tmp_path) -
     image = cubin("_Zkernel", b"code")
     path.write_bytes(image)
     contender = sweep_worker.cubin_contender(
-        KernelFile(V7.short_form(), str(path), "_Zkernel"), lambda *call: ran.append(call)
+        compiled(V7, str(path)), lambda *call: ran.append(call)
     )
     q, o = torch.zeros(2, 1, 128, 1, 128, dtype=torch.bfloat16)
     problem = AttentionForward(1, 1, 128)
@@ -385,6 +393,24 @@ def test_a_cubin_is_registered_and_runs_like_any_kernel(monkeypatch, tmp_path) -
     assert contender.code(V7) == hashlib.sha256(b"code").hexdigest()[:16]
 
 
+def test_all_kernels_of_a_config_are_registered(monkeypatch, tmp_path) -> None:
+    registered: list[str] = []
+    monkeypatch.setattr(sweep_worker, "register", lambda name, *_: registered.append(name))
+    config = P1[0]
+    kernels = []
+    for name in config.kernels.values():
+        path = tmp_path / name
+        path.write_bytes(cubin(f"_Z{name}", name.encode()))
+        kernels.append(KernelFile(name, str(path), f"_Z{name}"))
+    file = CompiledConfig(config.short_form(), tuple(kernels))
+    contender = sweep_worker.cubin_contender(file, lambda *call: None)
+    problem = config.measured(512)
+    tensors = {t.name: torch.zeros(t.shape) for t in problem.tensors if not t.is_output}
+    contender.run(InputSet(problem, tensors, {"dq": torch.zeros(1)}, None))
+    assert registered == [*config.kernels.values()]
+    assert contender.code(config) == code_digest((n, n.encode()) for n in registered)
+
+
 def test_kernels_of_one_config_are_registered_before_each_runs(monkeypatch, tmp_path) -> None:
     """As the experiments are, which differ from their parent in what they are compiled from."""
     registered: list[str] = []
@@ -394,7 +420,7 @@ def test_kernels_of_one_config_are_registered_before_each_runs(monkeypatch, tmp_
     for symbol in ("_Zone", "_Zother"):
         path = tmp_path / f"{symbol}.cubin"
         path.write_bytes(cubin(symbol, symbol.encode()))
-        file = KernelFile(V7.short_form(), str(path), symbol)
+        file = compiled(V7, str(path), symbol)
         execute = lambda *call: ran.append(registered[-1])  # noqa: E731
         contenders[symbol] = sweep_worker.cubin_contender(file, execute)
     q, o = torch.zeros(2, 1, 128, 1, 128, dtype=torch.bfloat16)
@@ -425,7 +451,7 @@ def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, t
     path = tmp_path / "kernel.cubin"
     path.write_bytes(cubin("_Z", b"code"))
     static = max(c for c in get_kernel_progression_configs() if getattr(c, "static_row_stride", 0))
-    file = KernelFile(static.short_form(), str(path), "_Z")
+    file = compiled(static, str(path), "_Z")
     contender = sweep_worker.cubin_contender(file, lambda *call: None)
     q, o = torch.zeros(2, 1, 64, 2, 128, dtype=torch.bfloat16)
     inputs = InputSet(AttentionForward(1, 2, 64), dict.fromkeys("qkv", q), {"o": o}, None)
@@ -532,6 +558,33 @@ def test_a_family_of_one_architecture_is_tuned_there(sweep, monkeypatch) -> None
     (winner,) = sweep.best().best
     assert winner.at_size() == [H7.replace(ping_pong=True)]
     assert {row.outcome for row in sweep.rows().values()} == {TIMED}
+
+
+def test_a_config_of_several_kernels_is_compiled_and_timed_whole(sweep, monkeypatch, log) -> None:
+    first, *others = P1
+    speeds(monkeypatch, (others[0].short_form(), 1.25))
+    assert sweep([first, others[0]]) == 0
+    (winner,) = sweep.best().best
+    assert winner.config == others[0].short_form()
+    assert {row.outcome for row in sweep.rows().values()} == {TIMED}
+    compiled = [line for line in log() if "__" in line]
+    assert sorted(compiled) == sorted([*first.kernels.values(), *others[0].kernels.values()])
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [("FAKE_SPILLS", "spills: 24 bytes stored and 32 loaded"), ("FAKE_FAILS", "exit status 1")],
+)
+@pytest.mark.parametrize("function", ["delta_kernel", "dkdv_kernel"])
+def test_a_config_one_of_whose_kernels_is_not_right_is_dropped(
+    sweep, monkeypatch, function, variable, said
+) -> None:
+    first, other = P1[:2]
+    monkeypatch.setenv(variable, first.kernels[function])
+    assert sweep([first, other]) == 0
+    rows = sweep.rows()
+    assert (rows[first].outcome, rows[other].outcome) == (DROPPED, TIMED)
+    assert said in rows[first].reason
 
 
 def test_of_a_config_that_is_the_fastest_at_one_length_all_speeds_are_noted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _TEXT = ".text."
 class Cubin:
     """One kernel compiled for one architecture. `config`: the config that it is launched as.
 
-    `code`: digest of what a launch executes: the machine code, the registers and constants that
+    `code`: digest of what its launch executes: the machine code, the registers and constants that
     come with it, and the launch's geometry. Kernels with the same code take the same time.
     """
 
@@ -42,6 +43,13 @@ def read_cubin(compiled: Compiled, config: Config) -> Cubin:
     (report,) = parse_ptxas_log(compiled.log_path.read_text())
     symbol, code = read_code(compiled.cubin_path, config, report.registers)
     return Cubin(compiled.name, config, compiled.cubin_path, symbol, code, report)
+
+
+def code_of(kernels: Sequence[Cubin]) -> str:
+    """Return the digest of what a call of a config executes, of its kernels in their order."""
+    if len(kernels) == 1:
+        return kernels[0].code
+    return hashlib.sha256("".join(kernel.code for kernel in kernels).encode()).hexdigest()
 
 
 def read_code(path: Path, config: Config, registers: int) -> tuple[str, str]:

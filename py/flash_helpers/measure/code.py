@@ -24,10 +24,10 @@ from flash_helpers.sass.read.records import SassWarning
 DAGGER = "†"
 
 
-def cubin_code(path: Path) -> str:
-    """Return the digest of the one config that a cubin was compiled for. Raises OSError, and
+def cubin_code(*paths: Path) -> str:
+    """Return the digest of the one config that cubins were compiled for. Raises OSError, and
     SassError for a file of another kind."""
-    sections = read_sections(path.read_bytes(), str(path))
+    sections = [s for path in paths for s in read_sections(path.read_bytes(), str(path))]
     return code_digest((s.name, s.data) for s in sections if s.name.startswith(".text."))
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from flash_helpers.compile.cubins import Cubin
+from flash_helpers.compile.cubins import Cubin, code_of
 from flash_helpers.measure.results import LIBRARY_NAMES, Measurement, Protocol
 from flash_helpers.tune.process import (
+    CompiledConfig,
     KernelFile,
     Request,
     WorkerError,
@@ -66,7 +67,7 @@ class Journal:
 class Measurer:
     """One worker and its journal.
 
-    worker: must have been started; info is its answer. kernel_s: most seconds for one kernel's
+    worker: must have been started; info is its answer. kernel_s: most seconds for one config's
     measurement. notes: sizes that were skipped, and the reasons.
     """
 
@@ -77,17 +78,18 @@ class Measurer:
     notes: list[str] = field(default_factory=list, init=False)
 
     def measure(
-        self, cubins: Sequence[Cubin], sizes: Sequence[int], protocol: Protocol
+        self, compiled: Sequence[Sequence[Cubin]], sizes: Sequence[int], protocol: Protocol
     ) -> JournalEntry:
         """Return the journal's entry, or else the worker's answer, which the journal then keeps.
 
-        cubins: of one operation, measured on the same problems.
+        compiled: the kernels of each config. Configs are of one operation, and measured on the same
+        problems.
         """
-        config = cubins[0].config
+        config = compiled[0][0].config
         first = config.family.operation.first
-        names = [cubin.config.short_form() for cubin in cubins]
+        names = [own[0].config.short_form() for own in compiled]
         asked = [
-            [cubin.code for cubin in cubins],
+            [code_of(own) for own in compiled],
             names if len(names) > 1 else [],  # a single one may be kept under a name of equal code
             asdict(self.info),
             [config.measured(size).record() for size in sizes],
@@ -99,11 +101,11 @@ class Measurer:
                 return noted
             own = (replace(m, name=names[0]) if m.ran else m for m in noted.measurements)
             return replace(noted, measurements=tuple(own))
-        kernels = tuple(
-            KernelFile(name, str(cubin.path), cubin.symbol)
-            for name, cubin in zip(names, cubins, strict=True)
+        configs = tuple(
+            CompiledConfig(name, tuple(KernelFile(c.name, str(c.path), c.symbol) for c in own))
+            for name, own in zip(names, compiled, strict=True)
         )
-        request = Request(kernels, tuple(sizes), protocol)
+        request = Request(configs, tuple(sizes), protocol)
         found = self._ask(key, request, first)
         if any(m.failure for m in found.measurements if m.name == first):
             # The kernel before this one may have damaged memory.
@@ -112,8 +114,8 @@ class Measurer:
         return found
 
     def _ask(self, key: str, request: Request, first: str) -> JournalEntry:
-        n_kernels = len(request.kernels)
-        timeout_s = self.kernel_s * (1 + n_kernels * len(request.sizes))
+        n_configs = len(request.configs)
+        timeout_s = self.kernel_s * (1 + n_configs * len(request.sizes))
         try:
             answer = self.worker.ask(request, timeout_s)
         except WorkerNotStarted:
@@ -133,6 +135,6 @@ class Measurer:
             failure = "no problem fits in the GPU's memory"
         elif any(m.name == first for m in wrong):
             failure = f"{LIBRARY_NAMES[first]} beside it failed: {wrong[0].failure}"
-        elif wrong and n_kernels == 1:
+        elif wrong and n_configs == 1:
             failure = wrong[0].failure
         return JournalEntry(key, failure, answer.measurements)

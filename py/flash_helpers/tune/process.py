@@ -54,19 +54,27 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class KernelFile:
-    """A compiled kernel: its config's short form, its file, and its symbol in the file."""
+    """A compiled kernel: the library's name for it, its file, and its symbol in the file."""
 
-    config: str
+    name: str
     cubin: str
     symbol: str
 
 
 @dataclass(frozen=True)
+class CompiledConfig:
+    """A config's short form and its compiled kernels."""
+
+    config: str
+    kernels: tuple[KernelFile, ...]
+
+
+@dataclass(frozen=True)
 class Request:
-    """Kernels to measure on the same problems, beside the first library of their operation. sizes:
+    """Configs to measure on the same problems, beside the first library of their operation. sizes:
     of the problems."""
 
-    kernels: tuple[KernelFile, ...]
+    configs: tuple[CompiledConfig, ...]
     sizes: tuple[int, ...]
     protocol: Protocol
 

@@ -16,13 +16,16 @@ import contextlib
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flash_helpers.compile.cubins import Cubin, read_cubin
-from flash_helpers.compile.jit import Jit, Outcome, units_of
+from flash_helpers.compile.cache import Compiled
+from flash_helpers.compile.cubins import Cubin, code_of, read_cubin
+from flash_helpers.compile.jit import Jit, units_of
+from flash_helpers.compile.sources import Unit
 from flash_helpers.kernel_configs import STEPS, Config, Element, config_from_short_form
 from flash_helpers.measure.results import (
     LOADS,
@@ -57,8 +60,8 @@ class SweepRow:
     """Outcome of one candidate.
 
     outcome: TIMED, DROPPED, FAILED or NOT_RUN. reason: of every outcome except TIMED.
-    registers, spill_bytes (stores and loads): per thread, as ptxas reports; None if the candidate
-        was not compiled. smem_bytes: per thread block.
+    registers, spill_bytes (stores and loads): per thread, as ptxas reports, the most of its kernels
+    and the sum over them; None if the candidate was not compiled. smem_bytes: per thread block.
     code: digest of the machine code. same_as: the candidate of the same code that was run for it.
     of_first: ratio of the harmonic mean of the speed to that of the operation's first library, over
         the sizes of the first round.
@@ -159,7 +162,7 @@ class Sweep:
     commit: str
     step: str = ""
     _champions: frozenset[Config] = field(default_factory=frozenset, init=False)
-    _cubins: dict[Config, Cubin] = field(default_factory=dict, init=False)
+    _cubins: dict[Config, list[Cubin]] = field(default_factory=dict, init=False)
     _by_code: dict[str, SweepRow] = field(default_factory=dict, init=False)
     _rows: dict[Config, SweepRow] = field(default_factory=dict, init=False)
 
@@ -176,22 +179,33 @@ class Sweep:
         fitting = []
         for config in in_search_order(configs, first=sorted(self._champions)):
             if reason := self._obstacle(config):
-                self._keep(self._row(config, None, DROPPED, reason), progress)
+                self._keep(self._row(config, (), DROPPED, reason), progress)
             else:
                 fitting.append(config)
         architecture = self.measurer.info.architecture
-        targets = [f"sm_{c.family.targets_for([architecture])[0]}" for c in fitting]
-        units = [units_of(config)[0] for config in fitting]
-        by_unit = dict(zip(units, fitting, strict=True))
-        with contextlib.closing(self.jit.each(units, targets, self.compile_s)) as outcomes:
-            for compiled in outcomes:
-                self._keep(self._screened(by_unit[compiled.unit], compiled), progress)
+        by_unit = {unit: config for config in fitting for unit in units_of(config)}
+        targets = [f"sm_{c.family.targets_for([architecture])[0]}" for c in by_unit.values()]
+        compiled: defaultdict[Config, dict[Unit, Compiled]] = defaultdict(dict)
+        with contextlib.closing(self.jit.each([*by_unit], targets, self.compile_s)) as outcomes:
+            for found in outcomes:
+                config = by_unit[found.unit]
+                if config in self._rows:  # another of its kernels does not compile
+                    continue
+                units = units_of(config)
+                if found.compiled is None:
+                    self._keep(self._row(config, (), DROPPED, found.reason), progress)
+                else:
+                    compiled[config][found.unit] = found.compiled
+                    if len(compiled[config]) < len(units):
+                        continue
+                    own = [compiled[config][unit] for unit in units]
+                    self._keep(self._screened(config, own), progress)
                 if time.monotonic() >= self.deadline:
                     break
         for config in fitting:
             if config not in self._rows:
                 reason = "the time budget was spent"
-                self._keep(self._row(config, None, NOT_RUN, reason), progress)
+                self._keep(self._row(config, (), NOT_RUN, reason), progress)
 
     def _obstacle(self, config: Config) -> str:
         """Reason why a config cannot be measured here; "" if it can."""
@@ -258,22 +272,21 @@ class Sweep:
     def _row(
         self,
         config: Config,
-        cubin: Cubin | None,
+        cubins: Sequence[Cubin],
         outcome: str,
         reason: str = "",
         of_first: float | None = None,
     ) -> SweepRow:
-        report = cubin.report if cubin else None
         return SweepRow(
             name=config.short_form(),
             step=config.step.id,
             dtype=config.dtype.short,
             outcome=outcome,
             reason=reason,
-            registers=report.registers if report else None,
-            spill_bytes=report.spill_store_bytes + report.spill_load_bytes if report else None,
+            registers=max((cubin.report.registers for cubin in cubins), default=None),
+            spill_bytes=_spilled(cubins) if cubins else None,
             smem_bytes=config.smem_bytes,
-            code=cubin.code[:16] if cubin else "",
+            code=code_of(cubins)[:16] if cubins else "",
             same_as="",
             of_first=None if of_first is None else round(of_first, 4),
             final_of_first=None,
@@ -281,37 +294,39 @@ class Sweep:
             commit=self.commit,
         )
 
-    def _screened(self, config: Config, found: Outcome) -> SweepRow:
-        if found.compiled is None:
-            return self._row(config, None, DROPPED, found.reason)
+    def _screened(self, config: Config, compiled: Sequence[Compiled]) -> SweepRow:
+        """Verify and time a config, given its compiled kernels."""
         try:
-            cubin = read_cubin(found.compiled, config)
+            cubins = [read_cubin(kernel, config) for kernel in compiled]
         except (OSError, ValueError) as error:
-            return self._row(config, None, DROPPED, f"its machine code cannot be read: {error}")
-        report, limit = cubin.report, self.spill_bytes
-        spilled = report.spill_store_bytes + report.spill_load_bytes
-        if spilled > limit and config not in self._champions:
-            reason = (
-                f"spills: {report.spill_store_bytes} bytes stored and {report.spill_load_bytes} "
-                f"loaded per thread, {limit} allowed"
+            return self._row(config, (), DROPPED, f"its machine code cannot be read: {error}")
+        if _spilled(cubins) > self.spill_bytes and config not in self._champions:
+            stores, loads = (
+                sum(getattr(cubin.report, f"spill_{way}_bytes") for cubin in cubins)
+                for way in ("store", "load")
             )
-            return self._row(config, cubin, DROPPED, reason)
-        self._cubins[config] = cubin
-        if (known := self._by_code.get(cubin.code)) is not None:
+            reason = (
+                f"spills: {stores} bytes stored and {loads} loaded per thread, {self.spill_bytes} "
+                "allowed"
+            )
+            return self._row(config, cubins, DROPPED, reason)
+        self._cubins[config] = cubins
+        code = code_of(cubins)
+        if (known := self._by_code.get(code)) is not None:
             return replace(known, name=config.short_form(), same_as=known.name)
-        entry = self.measurer.measure([cubin], self.screen_sizes, SCREEN_PROTOCOL)
+        entry = self.measurer.measure([cubins], self.screen_sizes, SCREEN_PROTOCOL)
         ratio = None if entry.failure else _ratio(entry.measurements, config)
         outcome = FAILED if ratio is None else TIMED
-        row = self._row(config, cubin, outcome, entry.failure, ratio)
-        self._by_code[cubin.code] = row
+        row = self._row(config, cubins, outcome, entry.failure, ratio)
+        self._by_code[code] = row
         return row
 
     def _final(self, finalists: Sequence[Config]) -> list[Measurement]:
         """Measurements of the finalists, and of the first library beside them."""
         if not finalists:
             return []
-        cubins = [self._cubins[config] for config in finalists]
-        found = self.measurer.measure(cubins, self.sizes, FINAL_PROTOCOL)
+        compiled = [self._cubins[config] for config in finalists]
+        found = self.measurer.measure(compiled, self.sizes, FINAL_PROTOCOL)
         if found.failure and len(finalists) > 1:
             # A finalist broke the common run: measure each by itself, beside the library.
             return [m for config in finalists for m in self._final([config])]
@@ -322,6 +337,12 @@ class Sweep:
                     self._rows[config], outcome=FAILED, reason=f"final round: {reason}"
                 )
         return [] if found.failure else list(found.measurements)
+
+
+def _spilled(cubins: Iterable[Cubin]) -> int:
+    """Return the bytes that a thread of each kernel stores and loads for lack of registers."""
+    reports = [cubin.report for cubin in cubins]
+    return sum(report.spill_store_bytes + report.spill_load_bytes for report in reports)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ output. An error on the GPU ends with the process: a kernel that reads out of bo
 context, and a kernel that never ends hangs the process.
 
     {"gpu": ..., "compute_capability": ..., ...}            the first line: WorkerInfo
-    {"kernels": [...], "sizes": [...], "protocol": ...}     a request: Request
+    {"configs": [...], "sizes": [...], "protocol": ...}     a request: Request
     {"measurements": [...], "skipped": [...]}               its answer
     {"error": "..."}                                        the last line, if something went wrong
 """
@@ -42,35 +42,36 @@ from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.backend import Execute, find_backend
 from flash_helpers.runtime.call import register
-from flash_helpers.tune.process import Answer, KernelFile, Request, WorkerInfo
+from flash_helpers.tune.process import Answer, CompiledConfig, KernelFile, Request, WorkerInfo
 
 _registered: dict[str, KernelFile] = {}  # by the library's name for the kernel
 
 
-def cubin_contender(kernel: KernelFile, execute: Execute) -> Contender:
-    """Return a contender for a kernel that is registered from its cubin, and runs like any other.
+def cubin_contender(compiled: CompiledConfig, execute: Execute) -> Contender:
+    """Return a contender for a config whose kernels are registered from their cubins, and run like
+    any others.
 
-    Several kernels may have one config: each is registered again before it runs if another kernel
-    of the config was registered meanwhile.
+    A config may be compiled several times: its kernels are registered again before they run if
+    others of the same names were registered meanwhile.
 
     Running the contender raises ValueError for inputs that another kernel takes over, and
     RuntimeError if the cubin does not load. Raises OSError, and SassError for a file that is not a
     cubin.
     """
-    config = config_from_short_form(kernel.config)
-    (name,) = config.kernels.values()
-    code = cubin_code(Path(kernel.cubin))
+    config = config_from_short_form(compiled.config)
+    code = cubin_code(*(Path(kernel.cubin) for kernel in compiled.kernels))
     registered = kernel_contender(config, execute)
 
     def run(inputs: InputSet) -> Mapping[str, torch.Tensor]:
         if config.runs_as(inputs.problem.strides()) != config:
-            raise ValueError(f"{kernel.config} is not for {inputs.problem}")
-        if _registered.get(name) != kernel:
-            register(name, kernel.symbol, Path(kernel.cubin).read_bytes())
-            _registered[name] = kernel
+            raise ValueError(f"{compiled.config} is not for {inputs.problem}")
+        for kernel in compiled.kernels:
+            if _registered.get(kernel.name) != kernel:
+                register(kernel.name, kernel.symbol, Path(kernel.cubin).read_bytes())
+                _registered[kernel.name] = kernel
         return registered.run(inputs)
 
-    return Contender(kernel.config, config, run, lambda ran: code)
+    return Contender(compiled.config, config, run, lambda ran: code)
 
 
 def worker_info(device: torch.device) -> WorkerInfo:
@@ -87,7 +88,7 @@ def worker_info(device: torch.device) -> WorkerInfo:
 
 
 class Worker:
-    """A server that measures kernels beside the operation's first library on one device.
+    """A server that measures configs beside the operation's first library on one device.
 
     Inputs and their float64 results are kept from one request to the next.
     """
@@ -98,10 +99,10 @@ class Worker:
         self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
 
     def answer(self, request: Request) -> Answer:
-        """Measure every kernel of a request at every size."""
+        """Measure every config of a request at every size."""
         execute = find_backend("cuda").execute
-        own = (cubin_contender(kernel, execute) for kernel in request.kernels)
-        first = config_from_short_form(request.kernels[0].config)
+        own = (cubin_contender(compiled, execute) for compiled in request.configs)
+        first = config_from_short_form(request.configs[0].config)
         operation = first.family.operation
         contenders = [library_contender(operation.first, operation), *own]
         measurements: list[Measurement] = []
