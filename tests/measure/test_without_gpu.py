@@ -14,6 +14,7 @@ from fake_backend import ROOT, load_tool
 @pytest.mark.parametrize(
     ("tool", "options"),
     [
+        ("benchmarks/autograd.py", ["--json"]),
         ("benchmarks/call_overhead.py", ["--json"]),
         ("benchmarks/compilers.py", ["--json"]),
         ("benchmarks/experiments/run_experiments.py", ["--json"]),

@@ -1,0 +1,67 @@
+"""Forward and backward passes through autograd, as the benchmark runs them, and its table."""
+
+from __future__ import annotations
+
+import pytest
+from fake_backend import fake_backend
+from torch.nn.attention import SDPBackend
+
+import flash_attention
+from flash_helpers.check.errors import measure_error
+from flash_helpers.console.tables import DASH
+from flash_helpers.kernel_configs import Element
+from flash_helpers.measure import autograd
+from flash_helpers.measure.autograd import BACKENDS, LAB, AutogradSpeeds, contenders
+from flash_helpers.measure.benchmark import InputSet
+from flash_helpers.measure.machine import provenance
+from flash_helpers.measure.results import Measurement, Protocol
+from flash_helpers.operations.attention_backward.inputs import draw
+from flash_helpers.operations.attention_backward.problem import AttentionBackward
+from flash_helpers.operations.attention_backward.reference import reference
+
+PROBLEM = AttentionBackward(1, 1, 64, causal=True, dtype=Element.BF16)
+
+
+@pytest.mark.parametrize("name", [LAB, *BACKENDS])
+def test_each_contender_returns_all_gradients(name, monkeypatch) -> None:
+    on_a_cpu = dict.fromkeys(BACKENDS, SDPBackend.MATH)
+    monkeypatch.setattr(autograd, "BACKENDS", on_a_cpu)
+    inputs = draw("normal", PROBLEM)
+    right = reference(PROBLEM, inputs)
+    (own,) = [c for c in contenders(flash_attention.attention, True) if c.name == name]
+    found = own.run(InputSet(PROBLEM, inputs, {}, right))
+    assert found.keys() == right.expected.keys()
+    for gradient, x in found.items():
+        error = measure_error(x, right.expected[gradient])
+        assert error.within(right.bounds[gradient]), f"{gradient}: {error}"
+    assert not any(x.requires_grad for x in inputs.values())
+
+
+def timed(name: str, problem: AttentionBackward, *samples_ms: float) -> Measurement:
+    failure = "" if samples_ms else "it does not run"
+    return Measurement(
+        name, "", problem.record(), 1, 1, samples_ms, None, None, None, None, failure
+    )
+
+
+def test_the_ratio_is_that_to_the_faster_backend_in_each_round(tmp_path) -> None:
+    short, long = (AttentionBackward(1, 1, n, causal=True, dtype=Element.BF16) for n in (512, 1024))
+    speeds = AutogradSpeeds(
+        provenance(fake_backend(), "autograd.py", "68cfc22"),
+        Protocol(),
+        (
+            timed(LAB, short, 1e-3, 1e-3, 2e-3),
+            timed("flash", short, 2e-3, 2e-3, 4e-3),
+            timed("cuDNN", short, 1.5e-3, 3e-3, 2.4e-3),
+            timed(LAB, long, 1.0),
+            timed("flash", long, 1.25),
+            timed("cuDNN", long),
+        ),
+    )
+    speeds.save(tmp_path / "speeds.json")
+    assert AutogradSpeeds.load(tmp_path / "speeds.json") == speeds
+    first, second = speeds.table().rows
+    assert (first[0], first[-1]) == (str(short), "1.50")  # of 1.5, 2.0 and 1.2
+    assert second[-2:] == [DASH, "1.25"]
+    operations = 3.5 * 4 * 512 * 512 * 128 / 2
+    assert first[1] == f"{operations / 1e-3 / 1e9:.0f}"
