@@ -39,10 +39,10 @@
 #include "elements.cuh"
 #include "kernels/backward_sync/arguments.cuh"
 #include "kernels/backward_sync/parts.cuh"
-#include "kernels/overlap/tiles.cuh"
 #include "ldmatrix.cuh"
 #include "memory.cuh"
 #include "mma.cuh"
+#include "mma_tiles.cuh"
 #include "numeric.cuh"
 
 namespace p1 {
