@@ -83,6 +83,7 @@ def run_kernel(
     *,
     device: Device | None = None,
     keep_going: bool = False,
+    seed: int | None = None,
     progress: Progress | None = None,
     observer: Observer | None = None,
     **options: Any,
@@ -96,7 +97,8 @@ def run_kernel(
     that the config takes. Outputs are written. Optional tensors are used if they are given.
 
     `device`: the GPU that the launches are made for, by default the largest that the family is
-    compiled for. `keep_going`: collect faults in the run instead of raising the first one.
+    compiled for. `keep_going`: collect faults in the run instead of raising the first one. `seed`:
+    of the order in which asynchronous work completes; without one, all is as late as possible.
     `progress`: called with the number of blocks done and the number of blocks. `observer`: sees
     registers and shared memory while the kernels run. `options`: options of the problem, such as
     softmax_scale.
@@ -135,6 +137,7 @@ def run_kernel(
             memory=memory,
             programmatic=launch.programmatic,
             keep_going=keep_going,
+            seed=seed,
             strict_barriers=True,
             lints=True,
             max_instructions=config.most_runs(problem, device) * len(own.program.instructions),
