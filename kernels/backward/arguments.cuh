@@ -30,4 +30,5 @@ struct alignas(128) BackwardKernelArgs {
     float *delta; // (batch, heads, len_q): sums over d_head of dO · O
     int len_q, len_k, heads, heads_per_kv;
     float scale, softmax_scale; // log2(e) · softmax_scale, softmax_scale
+    float *dQ_sums; // (batch, heads, len_q · d_head): sums of dQ, in an order of their own
 };

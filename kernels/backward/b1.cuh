@@ -58,21 +58,6 @@ __device__ __forceinline__ void weigh(float (&S_rmem)[kCount], float (&dP_rmem)[
     }
 }
 
-// Stores accumulators (16, 16) of a warp, packed in 16 bits, transposed: column 16k + r of theirs
-// becomes row 16k + r of a tile of kRows rows, in columns column … column + 15. Lane n gives the
-// address of row n % 8 of the n / 8-th of four matrices (8, 8), whose order is that of `packed`.
-template <int kRows>
-__device__ __forceinline__ void store_transposed(uint32_t tile_smem, int column, int k,
-                                                 const uint32_t (&packed)[4]) {
-    const int lane = threadIdx.x % 32;
-    const int row = 16 * k + lane / 16 * 8 + lane % 8;
-    const int chunk = (column / 8 + lane / 8 % 2) ^ row % 8;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     tile_smem + row * kRowBytes + chunk * kChunkBytes),
-                 "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-                 : "memory");
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ BackwardKernelArgs args) {

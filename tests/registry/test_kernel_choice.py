@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 from other_family import OTHER, OtherConfig
 
-from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, Element
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    OPERATIONS,
+    STEPS,
+    AttentionForward,
+    Config,
+    Element,
+)
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.supports import RETURN_LSE, AttentionSupports
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
@@ -43,6 +50,18 @@ class TestSteps:
     def test_are_of_portable_families_in_the_simulator_and_on_other_gpus(self, capability):
         assert preferred_steps(OPERATION, capability) == PORTABLE
         assert [step.family for step in PORTABLE] == ["overlap", "ampere"]
+
+    @pytest.mark.parametrize("capability", [None, A100, H100])
+    @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+    def test_give_the_same_bits_in_every_call(self, operation, capability):
+        """So that `deterministic=True` asks for nothing else."""
+        assert all(step.is_deterministic for step in preferred_steps(operation, capability))
+
+    def test_stand_before_steps_that_add_in_any_order(self):
+        steps = [*FAMILIES["backward"].steps.values()]
+        assert FAMILIES["backward"].preferred is STEPS["b4"]
+        assert not any(step.is_deterministic for step in steps[4:])
+        assert set(FAMILIES["backward"].dtypes_of(STEPS["b4"])) == {Element.FP16, Element.BF16}
 
     def test_are_none_where_no_family_runs(self):
         assert preferred_steps(OPERATION, T4) == []

@@ -123,12 +123,12 @@ def kernel_unit(
     It is compiled from the root of the repository with that folder and src/include on the
     include path.
 
-    `function`: one of the family's kernels, the first by default. `name`: name of the struct that
+    `function`: one of the config's kernels, the first by default. `name`: name of the struct that
     names the kernel, its config's short form by default. `header`, `namespace`: where the kernel is
     defined; those of the step by default.
     """
     step, family = config.step, config.family
-    function = function or next(iter(family.kernels))
+    function = function or config.functions[0]
     name = name or config.short_form()
     n_threads, smem_bytes = config.block(function)
     checks = (
@@ -136,7 +136,7 @@ def kernel_unit(
 static_assert(Kernels::value.n_threads() == {n_threads});
 static_assert(Kernels::value.smem_bytes() == {smem_bytes});
 """
-        if len(family.kernels) == 1
+        if len(config.functions) == 1
         else ""
     )
     return f"""\

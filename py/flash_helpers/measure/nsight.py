@@ -120,7 +120,7 @@ def parse_metric_names(text: str) -> frozenset[str]:
 
 def kernel_pattern(configs: Iterable[Config]) -> str:
     """Regular expression that matches the names of these configs' kernels."""
-    return "|".join(dict.fromkeys(name for config in configs for name in config.family.kernels))
+    return "|".join(dict.fromkeys(name for config in configs for name in config.functions))
 
 
 def launched_config(kernel: str) -> str | None:

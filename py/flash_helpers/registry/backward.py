@@ -36,7 +36,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -53,10 +53,15 @@ from flash_helpers.registry.wgmma import (
 )
 
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
+GRADIENTS, CONVERT = "gradients_kernel", "convert_kernel"
 DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
+
+DQ_SUMS = "dQ_sums"  # a buffer: sums of dQ, float32
 
 # Traits of steps.
 SCORES_IN_REGISTERS = "scores_in_registers"  # P and dS do not pass through shared memory
+ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory for dQ alone
+DS_SLOTS = 2  # of that dS
 
 # Names of tensors by the members of the arguments that hold their tensor maps.
 _LOADED = MappingProxyType({"Q": "q", "K": "k", "V": "v", "dO": "do"})
@@ -72,6 +77,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("lse", "delta"), POINTER),
             **dict.fromkeys(("len_q", "len_k", "heads", "heads_per_kv"), INT),
             **dict.fromkeys(("scale", "softmax_scale"), FLOAT),
+            DQ_SUMS: POINTER,
         }
     ),
 )
@@ -82,8 +88,8 @@ class BackwardKernelConfig(Config):
     """The kernels of one step of the backward family.
 
     `B_r`: queries of a tile of Q and dO, those of a warpgroup of `dq_kernel`. `B_c`: keys of a tile
-    of K and V, 64 for each warpgroup of `dkdv_kernel`. `slots`: tiles of each tensor that a loop
-    walks which shared memory holds.
+    of K and V, 64 for each warpgroup of the main kernel that computes. `slots`: tiles of each
+    tensor that a loop walks which shared memory holds.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -118,26 +124,40 @@ class BackwardKernelConfig(Config):
         return self.block(self.main_kernel)[1]
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """delta_kernel and two others."""
+        if ONE_KERNEL in self.step.traits:
+            return (DELTA, GRADIENTS, CONVERT)
+        return (DELTA, DQ, DKDV)
+
+    @property
     def main_kernel(self) -> str:
-        """The kernel for dK and dV."""
-        return DKDV
+        """The kernel for dK and dV, and from one step on for dQ."""
+        return GRADIENTS if GRADIENTS in self.functions else DKDV
 
     def block(self, kernel: str) -> tuple[int, int]:
         """Return the threads and the bytes of dynamic shared memory per block of a kernel: its
-        own rows of two tensors, slots for two others, dS and for keys P, and the barriers."""
-        own, walked = self.rows[kernel], self.B_r if kernel == DKDV else self.B_c
+        own rows of two tensors, slots for two others, slots of dS and for keys P, and the
+        barriers. convert_kernel has its rows of dQ alone."""
+        own, walked = self.rows[kernel], self.B_c if kernel == DQ else self.B_r
         if kernel == DELTA:
             return DELTA_THREADS, 0
+        if kernel == CONVERT:
+            return WARPGROUP, own * self.d_head * ELEMENT_BYTES
         tiles = 2 * (own + self.slots * walked) * self.d_head
-        n_scores = 0 if SCORES_IN_REGISTERS in self.step.traits else 1 if kernel == DQ else 2
+        if kernel == GRADIENTS:
+            n_scores = DS_SLOTS
+        else:
+            n_scores = 0 if SCORES_IN_REGISTERS in self.step.traits else 1 if kernel == DQ else 2
         scores = n_scores * self.B_r * self.B_c
         return self.n_threads, (tiles + scores) * ELEMENT_BYTES + BARRIER_BYTES
 
     @property
     def loop_unit(self) -> tuple[str, int]:
-        """A block of queries, and the `wgmma` of a warp of the main kernel for it: S and dP, dV and
-        dK."""
-        return "block of Q and dO", 2 * (self.d_head + self.B_r) // WGMMA_K
+        """A block of queries, and the `wgmma` in the loop of a warp of the main kernel: S and dP, dV
+        and dK, and dQ, of which warps that take turns run half."""
+        dQ = self.B_c if ONE_KERNEL in self.step.traits else 0
+        return "block of Q and dO", (2 * (self.d_head + self.B_r) + dQ) // WGMMA_K
 
     def loop_runs(self, size: int) -> int:
         """Return the blocks of so many queries."""
@@ -145,8 +165,9 @@ class BackwardKernelConfig(Config):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Rows of a thread block by kernel: queries, or keys of `dkdv_kernel`."""
-        return {DELTA: DELTA_ROWS, DQ: self.warpgroups * self.B_r, DKDV: self.B_c}
+        """Rows of a thread block by kernel: queries, or keys of the kernel for dK and dV."""
+        keys = dict.fromkeys((DKDV, GRADIENTS), self.B_c)
+        return {DELTA: DELTA_ROWS, DQ: self.warpgroups * self.B_r, CONVERT: self.B_r} | keys
 
     @property
     def supports(self) -> AttentionBackwardSupports:
@@ -176,7 +197,7 @@ class BackwardKernelConfig(Config):
         return RUNS_PER_TILE * (blocks + 2)
 
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
-        """Return the launch for delta, that for dQ, and that for dK and dV."""
+        """Return the launches of the kernels in turn."""
         rows = {"q": self.B_r, "do": self.B_r, "k": self.B_c, "v": self.B_c}
         maps = {
             **{
@@ -199,12 +220,16 @@ class BackwardKernelConfig(Config):
             "softmax_scale": (problem.softmax_scale,),
         }
         pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse", "delta": "delta"}
+        if ONE_KERNEL in self.step.traits:
+            pointers |= {DQ_SUMS: DQ_SUMS}
         q_tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
         k_tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
         blocks = {
             DELTA: q_tiles * (self.B_r // DELTA_ROWS),
             DQ: q_tiles // self.warpgroups,
             DKDV: k_tiles,
+            GRADIENTS: k_tiles,
+            CONVERT: q_tiles,
         }
         launches = tuple(
             Launch(
@@ -219,7 +244,15 @@ class BackwardKernelConfig(Config):
             )
             for kernel, name in self.kernels.items()
         )
-        return Call(launches, (Buffer("delta", FLOAT.size * self.B_r * q_tiles, zeroed=False),))
+        per_query = {"delta": 1, DQ_SUMS: self.d_head}
+        return Call(
+            launches,
+            tuple(
+                Buffer(name, FLOAT.size * floats * self.B_r * q_tiles, zeroed=False)
+                for name, floats in per_query.items()
+                if name in pointers.values()
+            ),
+        )
 
 
 def _file(number: int) -> str:
@@ -260,9 +293,15 @@ BACKWARD = Family(
             _file(4),
             sets={"B_c": 128},
         ),
+        StepEntry(
+            "one_kernel",
+            "dQ, dK and dV in one kernel, which adds dQ in memory: five products instead of seven",
+            _file(5),
+            traits=frozenset({ONE_KERNEL, UNORDERED_SUMS}),
+        ),
     ),
     targets=(TARGET,),
-    kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV), ARGUMENTS)),
+    kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),
     header=PurePosixPath("kernels/backward/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),

@@ -17,15 +17,15 @@ def preferred_steps(
     capability: tuple[int, int] | None,
     families: Iterable[Family[Any]] = FAMILIES.values(),
 ) -> list[Step]:
-    """Return the last step of each family of an operation that runs on a device, the newest family
-    first.
+    """Return the preferred step of each family of an operation that runs on a device, the newest
+    family first.
 
     `capability`: that of a GPU, such as (9, 0). None is the CPU, which simulates the families that
     need no instructions of a single architecture.
     """
     own = (family for family in families if family.operation is operation)
     runs = [f for f in own if (f.is_portable if capability is None else f.runs_on(capability))]
-    return [[*family.steps.values()][-1] for family in reversed(runs)]
+    return [family.preferred for family in reversed(runs)]
 
 
 def first_that_takes(problem: Problem, configs: Sequence[Config]) -> Config:

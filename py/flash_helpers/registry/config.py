@@ -105,14 +105,20 @@ class Config:
         exceeds this is taken never to end."""
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """The C++ functions of the config's kernels, in the order of their first launch: those that
+        the family names, or some of them."""
+        return tuple(self.family.kernels)
+
+    @property
     def main_kernel(self) -> str:
-        """The one of the family's kernels that does the most work, whose loop has `loop_unit`, by
+        """The one of the config's kernels that does the most work, whose loop has `loop_unit`, by
         its C++ function. Tables of machine code show it."""
-        return next(iter(self.family.kernels))
+        return self.functions[0]
 
     def block(self, kernel: str) -> tuple[int, int]:
-        """Return the threads and the bytes of dynamic shared memory per block of a kernel that the
-        family names."""
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel, by its
+        C++ function."""
         return self.n_threads, self.smem_bytes
 
     def runs_as(self: Own, strides: Strides) -> Own:
@@ -173,10 +179,9 @@ class Config:
     def kernels(self) -> Mapping[str, str]:
         """Names of the config's kernels, as the library registers them, by C++ function: the short
         form; with several kernels, the short form and the function."""
-        functions = self.family.kernels
-        if len(functions) == 1:
-            return dict.fromkeys(functions, self.short_form())
-        return {function: f"{self.short_form()}__{function}" for function in functions}
+        if len(self.functions) == 1:
+            return dict.fromkeys(self.functions, self.short_form())
+        return {function: f"{self.short_form()}__{function}" for function in self.functions}
 
     def refusal(self, problem: Problem) -> str:
         """Return the reason why the config does not take a problem, with the way out; "" if it

@@ -114,8 +114,8 @@ def config_from_symbol(symbol: str) -> Config:
             f"{symbol!r} is not the symbol of a kernel of this library (step::function<config>)"
         )
     config = config_from_short_form(names[2])
-    if names[1] not in config.family.kernels:
-        raise ValueError(f"{symbol!r}: family {config.family.name} has no kernel {names[1]}")
+    if names[1] not in config.functions:
+        raise ValueError(f"{symbol!r}: {config.step.id} has no kernel {names[1]}")
     if config.step.namespace != names[0]:
         raise ValueError(
             f"{symbol!r} instantiates a config of {config.step.id} in namespace {names[0]}"

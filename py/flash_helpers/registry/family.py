@@ -25,6 +25,10 @@ C = TypeVar("C", bound=Any)  # the family's config class
 # of the library needs, about experiments of one kind, or looked up.
 CORE, LIBRARY, LAB, LOGBOOK = "core", "library", "lab", "logbook"
 
+# A trait of steps of any family: thread blocks add to sums in memory, in an order that differs from
+# call to call, and with it the last bits of the results.
+UNORDERED_SUMS = "unordered_sums"
+
 
 @dataclass(frozen=True)
 class StepEntry:
@@ -76,6 +80,11 @@ class Step:
     def namespace(self) -> str:
         """C++ namespace of the kernel."""
         return self.id
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether every call gives the same bits for the same inputs."""
+        return UNORDERED_SUMS not in self.traits
 
 
 @dataclass(frozen=True)
@@ -155,14 +164,21 @@ class Family(Generic[C]):
             )
         return MappingProxyType(found)
 
+    @property
+    def preferred(self) -> Step:
+        """The step that a call takes which names no kernel, if no measurement speaks for another:
+        the last that gives the same bits in every call."""
+        return [step for step in self.steps.values() if step.is_deterministic][-1]
+
     def fixed_config(self, step: Step, dtype: Element) -> C:
         """Return the config with which the progression shows a step."""
         return self.config(step.number, dtype, **step.options)
 
     def dtypes_of(self, step: Step) -> tuple[Element, ...]:
-        """Return the dtypes that a step is listed in. All dtypes, if it is the first or the last of
-        the family, or computes other numbers than the step before it; else all but fp16."""
-        if self.computing is None or step.number in (1, len(self.steps)):
+        """Return the dtypes that a step is listed in. All dtypes, if it is the first, the preferred
+        or the last of the family, or computes other numbers than the step before it; else all but
+        fp16."""
+        if self.computing is None or step.number in (1, self.preferred.number, len(self.steps)):
             return self.dtypes
         before = self.steps[self.step_id(step.number - 1)]
         if (step.traits - before.traits) & self.computing:

@@ -85,9 +85,9 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
     The result is the first of these that supports the problem:
       1. configs that were measured on the nearest problem of a grid, on a GPU of this name or else
          on another of its compute capability, the fastest expected first (`Choices.ranked`);
-      2. of the last step of each family that runs on the device, the newest family first: winners
-         of its sweeps for such problems, of a family the fastest for this problem first
-         (`BestConfig.for_problem`), and their variants (`Config.variants`);
+      2. of the preferred step (`Family.preferred`) of each family that runs on the device, the
+         newest family first: winners of its sweeps for such problems, of a family the fastest for
+         this problem first (`BestConfig.for_problem`), and their variants (`Config.variants`);
       3. the fixed configs of these steps and their variants. So a family that was never measured is
          taken where no measured config of another supports the problem.
     A kernel that the library lacks is compiled.

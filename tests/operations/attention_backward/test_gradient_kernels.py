@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tiers import committed, each
@@ -13,6 +15,7 @@ from flash_helpers.operations.attention_backward import OPERATION
 from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_backward.reference import reference
+from flash_helpers.runtime import library
 from flash_helpers.runtime.simulator import run_shipped
 
 CONFIGS = committed(OPERATION)
@@ -68,6 +71,13 @@ def test_a_query_with_an_lse_of_minus_infinity_adds_nothing(config) -> None:
     assert found["dq"][:, 0].eq(0).all()
     inputs["lse"][:] = -torch.inf
     assert all(gradient.eq(0).all() for gradient in gradients(config, problem, inputs).values())
+
+
+@each(CONFIGS, once=True)
+def test_a_deterministic_step_is_one_that_adds_nothing_in_memory(config) -> None:
+    texts = [path.read_text() for path in library.ptx_paths([config]).values()]
+    adds = any(re.search(r"\b(red|atom)\S*\.add\S*f32", text) for text in texts)
+    assert config.step.is_deterministic is not adds
 
 
 @pytest.mark.parametrize("name", ["do", "q", "dk"])

@@ -42,6 +42,11 @@ FAULTS = {
         swap(r"shfl\S+\s+(%r\d+)\|%p\d+, .*;", r"mov.b32 \1, 0;"), nth(0), RaceError,
         "store_rows<cfg.dtype, B_r>(args.dQ", kernel="dq_kernel",
     ),
+    "b5: dK goes through rows of K that the other warpgroup still multiplies": Fault(
+        "b5", BF16, EPILOGUE, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
+        "setp.eq.u32 done, 0, 0;"), None, RaceError,
+        "store_rows<cfg.dtype, B_c>(args.dK", kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
