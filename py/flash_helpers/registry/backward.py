@@ -154,8 +154,8 @@ class BackwardKernelConfig(Config):
 
     @property
     def loop_unit(self) -> tuple[str, int]:
-        """A block of queries, and the `wgmma` in the loop of a warp of the main kernel: S and dP, dV
-        and dK, and dQ, of which warps that take turns run half."""
+        """A block of queries, and the `wgmma` in the loop of a warp of the main kernel: S, dP, dV,
+        dK and dQ, of which warps that take turns run half."""
         dQ = self.B_c if ONE_KERNEL in self.step.traits else 0
         return "block of Q and dO", (2 * (self.d_head + self.B_r) + dQ) // WGMMA_K
 
