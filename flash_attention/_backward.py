@@ -17,6 +17,7 @@ from flash_helpers.tune.best import choose_config
 _GIVEN = ("do", "q", "k", "v", "o", "lse")
 _BEGINS = ("cu_seqlens_q", "cu_seqlens_k")
 _OPTIONS = ("causal", "window_left", "window_right", "softcap", "softmax_scale")
+_WANTED = ("of_q", "of_k", "of_v")  # of each gradient, in their order
 _CHUNK = 8  # elements: strides are multiples of it, and memory begins at a multiple of 16 bytes
 _CHUNK_BYTES = 16
 
@@ -38,35 +39,42 @@ def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[st
     return choose_config(problem, given["q"].device)
 
 
-def _named(args: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and the options of a call of the operator, by name."""
-    named = dict(zip((*_GIVEN, *_BEGINS, *_OPTIONS), args, strict=True))
+def _named(args: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
+    """Return the tensors and the options of a call of the operator, by name, and the gradients that
+    it asks for."""
+    named = dict(zip((*_GIVEN, *_BEGINS, *_OPTIONS, *_WANTED), args, strict=True))
     tensors = {n: named[n] for n in (*_GIVEN, *_BEGINS) if named[n] is not None}
-    return tensors, {name: named[name] for name in _OPTIONS}
+    wanted = (name for name, of in zip(GRADIENTS, _WANTED, strict=True) if named[of])
+    return tensors, {name: named[name] for name in _OPTIONS}, frozenset(wanted)
 
 
 def _compute(*args: Any) -> tuple[torch.Tensor, ...]:
-    tensors, options = _named(args)
+    tensors, options, wanted = _named(args)
     tensors["do"] = _dense(tensors["do"])
     names = tuple(n for n in AttentionBackward.axes if n in tensors or n in GRADIENTS)
     given = tuple(tensors.get(name) for name in names)
-    found = compute(AttentionBackward, (None, tuple(options.items())), names, given, _choose)
-    return tuple(found[names.index(name)] for name in GRADIENTS)
+    asked = (None, tuple(options.items()))
+    found = compute(AttentionBackward, asked, names, given, _choose, wanted=wanted)
+    of = {name: found[names.index(name)] for name in GRADIENTS}
+    return tuple(x if name in wanted else x.new_empty(0) for name, x in of.items())
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
-    tensors, options = _named(args)
+    tensors, options, wanted = _named(args)
     if constant_call(AttentionBackward, None, tensors, **options) is None:
         config = _choose((None, tuple(options.items())), tensors)
         compile_while_tracing(config, tensors["q"].device)
-    like = (tensors[name] for name in GRADIENTS.values())
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+    return tuple(
+        torch.empty(x.shape if name in wanted else 0, dtype=x.dtype, device=x.device)
+        for name, x in ((name, tensors[of]) for name, of in GRADIENTS.items())
+    )
 
 
 _gradients = define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, int? window_left, "
-    "int? window_right, float softcap, float? softmax_scale) -> (Tensor, Tensor, Tensor)",
+    "int? window_right, float softcap, float? softmax_scale, bool of_q, bool of_k, bool of_v) "
+    "-> (Tensor, Tensor, Tensor)",
     _compute,
     _fake,
     refusal=_NO_SECOND,
@@ -111,12 +119,13 @@ class _Attention(torch.autograd.Function):
         found: list[torch.Tensor | None] = [None, None, None]
         if any(asked):
             given = (do, q, k, v, o, lse)
-            if lengths[0] is None:
-                computed = _gradients(*given, *lengths, *ctx.options)
-            else:
-                batched = _gradients(*(x[None] for x in given), *lengths, *ctx.options)
-                computed = (x[0] for x in batched)
-            found = [x if wanted else None for x, wanted in zip(computed, asked, strict=True)]
+            is_batched = lengths[0] is None
+            dense = given if is_batched else tuple(x[None] for x in given)
+            computed = _gradients(*dense, *lengths, *ctx.options, *asked)
+            found = [
+                (x if is_batched else x[0]) if wanted else None
+                for x, wanted in zip(computed, asked, strict=True)
+            ]
         dsinks = _gradient_of_sinks(do, o, lse, sinks) if of_sinks else None
         return (None, *found, dsinks, None, None)
 

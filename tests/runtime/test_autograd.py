@@ -18,6 +18,7 @@ from flash_attention.flash_attn import (
 )
 from flash_helpers.check.errors import Reference, measure_error
 from flash_helpers.operations.attention_backward.reference import gradients_reference
+from flash_helpers.ptx import Kernel, Run
 
 D_HEAD = 64
 Q, K = (1, 21, 4, D_HEAD), (1, 30, 2, D_HEAD)
@@ -109,6 +110,7 @@ def test_of_sequences_of_various_lengths():
     assert not k.grad[:7].any() and not v.grad[:7].any() and not q.grad[9:20].any()
 
 
+FUNCTIONS = ("delta_kernel", "dq_kernel", "dkdv_kernel")
 GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded": lambda do: do[:, :1, :1, :1].expand(do.shape),
     "transposed": lambda do: do.transpose(1, 3).contiguous().transpose(1, 3),
@@ -146,6 +148,29 @@ def test_of_one_input_alone(name):
     (do,) = drawn(EQUAL)
     flash_attn_func(*given.values()).backward(do.detach())
     assert_right({f"d{name}": leaves[name].grad}, expected(do, *leaves.values()))
+
+
+@pytest.mark.parametrize("asked", ["q", "k", "kv", "qv"])
+def test_launches_of_what_nobody_asks_for_are_left_out(asked, monkeypatch):
+    launched = []
+    launch = Kernel.launch
+
+    def noted(kernel: Kernel, **options: Any) -> Run:
+        launched.append(kernel.name)
+        return launch(kernel, **options)
+
+    leaves = dict(zip("qkv", drawn(EQUAL, EQUAL, EQUAL), strict=True))
+    given = {n: x if n in asked else x.detach() for n, x in leaves.items()}
+    o = flash_attention.attention(*given.values())
+    monkeypatch.setattr(Kernel, "launch", noted)
+    o.sum().backward()
+    functions = {function for name in launched for function in FUNCTIONS if function in name}
+    assert functions == {
+        "delta_kernel",
+        *(("dq_kernel",) if "q" in asked else ()),
+        *(("dkdv_kernel",) if {*"kv"} & {*asked} else ()),
+    }
+    assert all((x.grad is not None) == (n in asked) for n, x in leaves.items())
 
 
 def test_of_sinks():

@@ -54,6 +54,10 @@ from flash_helpers.registry.wgmma import (
 
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
 GRADIENTS, CONVERT = "gradients_kernel", "convert_kernel"
+_WRITTEN = {
+    **dict.fromkeys((DQ, CONVERT), frozenset({"dq"})),
+    DKDV: frozenset({"dk", "dv"}),
+}
 DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
 
 DQ_SUMS = "dQ_sums"  # a buffer: sums of dQ, float32
@@ -241,6 +245,7 @@ class BackwardKernelConfig(Config):
                 values=values,
                 addresses=tuple(Address(ARGUMENTS.offset(x), y) for x, y in pointers.items()),
                 tensor_maps=tuple((ARGUMENTS.offset(member), x) for member, x in maps.items()),
+                outputs=_WRITTEN.get(kernel, frozenset()),
             )
             for kernel, name in self.kernels.items()
         )

@@ -70,6 +70,7 @@ DELTA_THREADS = 128
 WIDE_HEAD = 128  # of wider heads two warps share 16 rows of dK and dV
 
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
+_WRITTEN = {DQ: frozenset({"dq"}), DKDV: frozenset({"dk", "dv"})}
 _POINTERS = {"dO": "do", **{name: name.lower() for name in "QKVO"}}
 _GRADIENTS = {f"d{of.upper()}": name for name, of in GRADIENTS.items()}
 
@@ -274,6 +275,7 @@ class BackwardSyncKernelConfig(Config):
                     Address(ARGUMENTS.offset(member), name, first * batch_bytes[name])
                     for member, name in {**names, STATISTICS: STATISTICS}.items()
                 ),
+                outputs=_WRITTEN.get(kernel, frozenset()),
             )
             for kernel, grid in self._grids(problem).items()
             for first in starts(problem.batch, most)

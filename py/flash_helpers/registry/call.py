@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flash_helpers.gpu import WARP
@@ -220,9 +220,9 @@ class Launch:
     `kernel`: the kernel's name, as the library registers it. `grid`, `cluster`: blocks in x, y, z;
     a cluster divides the grid. `block`: threads. `shared_bytes`: dynamic shared memory per block.
     `layout`, `values`: the kernel's one parameter and its members, but for addresses and tensor
-    maps. `tensor_maps`: tensor maps by their offset in the arguments. `programmatic`: blocks may
-    begin before the launch before it on the stream has ended, since the kernel waits for that
-    itself.
+    maps. `tensor_maps`: tensor maps by their offset in the arguments. `outputs`: all that it
+    writes, by name; empty if another launch reads something of it. `programmatic`: blocks may begin
+    before the launch before it on the stream has ended, since the kernel waits for that itself.
     """
 
     kernel: str
@@ -234,6 +234,7 @@ class Launch:
     addresses: tuple[Address, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
     tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
+    outputs: frozenset[str] = frozenset()
     programmatic: bool = False
 
     @cached_property
@@ -274,6 +275,11 @@ class Call:
 
     launches: tuple[Launch, ...]
     buffers: tuple[Buffer, ...] = ()
+
+    def of_outputs(self, wanted: Collection[str]) -> Call:
+        """Return the call without the launches that write other outputs alone."""
+        kept = (x for x in self.launches if not x.outputs or x.outputs.intersection(wanted))
+        return replace(self, launches=tuple(kept))
 
     @property
     def n_blocks(self) -> int:

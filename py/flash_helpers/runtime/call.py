@@ -42,6 +42,7 @@ class Plan:
     problem. `quick`: does the work of `_checked` and `run` in one step if layouts and device are
     unchanged; None where that is not possible. `constants`: values of the elements of all outputs,
     by name, if no kernel runs; None if one does. `config` is None if none was asked for either.
+    `wanted`: outputs that are computed; None for all.
     """
 
     config: Config | None
@@ -55,6 +56,7 @@ class Plan:
     options: Mapping[str, Any]
     quick: library.QuickLaunch | None = None
     constants: Mapping[str, Elements] | None = None
+    wanted: frozenset[str] | None = None
 
     def filled(self, given: Given) -> list[Any]:
         """Return the tensors, with new ones for outputs that were left out."""
@@ -143,7 +145,12 @@ class ReadyCall(NamedTuple):
             )
         with self.logged():
             return simulator.run_shipped(
-                self.config, self.tensors, keep_going=keep_going, device=device, **self.plan.options
+                self.config,
+                self.tensors,
+                keep_going=keep_going,
+                device=device,
+                wanted=self.plan.wanted,
+                **self.plan.options,
             )
 
     def logged(self) -> AbstractContextManager[None]:
@@ -185,7 +192,12 @@ def _allocator(tensor: Tensor, first: torch.Tensor) -> Callable[[torch.Tensor], 
     return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[str, Any]) -> Plan:
+def _make_plan(
+    config: Config,
+    given: dict[str, torch.Tensor],
+    options: Mapping[str, Any],
+    wanted: frozenset[str] | None,
+) -> Plan:
     """Return the plan of a call. Raises as `prepare` does for faults that do not depend on
     addresses."""
     problem = tensors.check_problem(config, given, **options)
@@ -197,6 +209,8 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
         if tensor.name in given:
             tensors.check_output_layout(tensor.name, given[tensor.name])
     call = config.call(problem, strides, gpu)
+    if wanted is not None:
+        call = call.of_outputs(wanted)
     ran = config.runs_as(strides)
     index = first.device.index if first.device.type == "cuda" else None
     launchers: tuple[library.Launcher, ...] = ()
@@ -227,6 +241,7 @@ def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[
         spans,
         options,
         quick,
+        wanted=wanted,
     )
 
 
@@ -302,18 +317,23 @@ def _resolve(asked: Asked, _: object) -> Config:
 
 
 def _checked(
-    kind: type[Problem], asked: Asked, names: tuple[str, ...], given: Given, choose: Choose
+    kind: type[Problem],
+    asked: Asked,
+    names: tuple[str, ...],
+    given: Given,
+    choose: Choose,
+    wanted: frozenset[str] | None = None,
 ) -> tuple[Plan, dict[str, torch.Tensor], dict[str, int]]:
     """Return the plan for these tensors, the tensors with their outputs, and their addresses, by
     name."""
-    layouts: tuple[Any, ...] = (kind, asked, names)
+    layouts: tuple[Any, ...] = (kind, asked, names, wanted)
     for x in given:
         layouts += (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)
     plan = _plans.get(layouts)
     if plan is None:
         by_name = tensors.named(zip(names, given, strict=True))
         plan = _constant_plan(kind, asked, by_name)
-        plan = plan or _make_plan(choose(asked, by_name), by_name, dict(asked[1]))
+        plan = plan or _make_plan(choose(asked, by_name), by_name, dict(asked[1]), wanted)
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
             _quick_plans.clear()
@@ -363,12 +383,15 @@ def compute(
     names: tuple[str, ...],
     given: Given,
     choose: Choose = _resolve,
+    *,
+    wanted: frozenset[str] | None = None,
 ) -> list[torch.Tensor]:
     """`prepare` and run, in as little time as possible; returns all tensors, outputs included.
 
     `kind`: problem class of the operation. `asked`: a config or its short form, or a key that
     `choose` finds a config for; and options. `names`: names of the tensors given, in the order of
-    `Problem.axes`, with all that are not optional.
+    `Problem.axes`, with all that are not optional. `wanted`: outputs that are computed, by default
+    all: launches that write others alone are left out, and those outputs hold anything.
     """
     first = given[0]
     assert first is not None  # an input
@@ -379,7 +402,7 @@ def compute(
         if not any(every[n].requires_grad for n, _ in plan.outputs) and plan.quick(*every):
             return every
         del every  # its memory may be needed
-    plan, found, addresses = _checked(kind, asked, names, given, choose)
+    plan, found, addresses = _checked(kind, asked, names, given, choose, wanted)
     if plan.device is None or plan.constants is not None or _log is not None:
         ReadyCall(plan, found, addresses).run()
     else:

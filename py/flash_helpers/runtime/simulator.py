@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +86,7 @@ def run_kernel(
     seed: int | None = None,
     progress: Progress | None = None,
     observer: Observer | None = None,
+    wanted: Collection[str] | None = None,
     **options: Any,
 ) -> Run:
     """Compute a call of a config with its kernels' PTX; return the run with counters and faults.
@@ -100,8 +101,9 @@ def run_kernel(
     compiled for. `keep_going`: collect faults in the run instead of raising the first one. `seed`:
     of the order in which asynchronous work completes; without one, all is as late as possible.
     `progress`: called with the number of blocks done and the number of blocks. `observer`: sees
-    registers and shared memory while the kernels run. `options`: options of the problem, such as
-    softmax_scale.
+    registers and shared memory while the kernels run. `wanted`: outputs that are computed, by
+    default all; launches that write others alone are left out. `options`: options of the problem,
+    such as softmax_scale.
 
     Raises PtxError if a kernel cannot run, or a fault was found in it; ValueError for shapes that
     do not fit together.
@@ -112,6 +114,8 @@ def run_kernel(
     strides = {name: kernel_strides(tensor) for name, tensor in ordered.items()}
     device = device or device_for(config.family, torch.device("cpu"))
     call = config.call(problem, strides, device)
+    if wanted is not None:
+        call = call.of_outputs(wanted)
     kernels = kernel if isinstance(kernel, Mapping) else dict.fromkeys(_names(call), kernel)
     memory = DeviceMemory()
     addresses = {name: memory.upload(_span(x).numpy()) for name, x in ordered.items()}
@@ -201,6 +205,7 @@ def run_shipped(
     *,
     keep_going: bool = False,
     device: Device | None = None,
+    wanted: Collection[str] | None = None,
     **options: Any,
 ) -> Run:
     """Call `run_kernel` with the PTX of the config's kernels (`library.ptx_path`), and show a
@@ -219,6 +224,7 @@ def run_shipped(
             device=device,
             keep_going=keep_going,
             progress=progress,
+            wanted=wanted,
             **options,
         )
 
