@@ -53,8 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000)  # as in the tools: see quiet_start
-    budget = "matrix_budget" if "matrix" in config.getoption("markexpr") else "simulated_budget"
-    config.pluginmanager.register(SimulatedWork(FAMILIES, budget))
+    chosen = config.getoption("markexpr")
+    if "seeds" not in chosen:  # which runs one simulation hundreds of times
+        budget = "matrix_budget" if "matrix" in chosen else "simulated_budget"
+        config.pluginmanager.register(SimulatedWork(FAMILIES, budget))
     config.pluginmanager.register(MatrixRuns(FAMILIES, RECORD, family_digest))
 
 

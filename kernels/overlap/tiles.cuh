@@ -6,8 +6,8 @@
 #include "mma_tiles.cuh"
 #include "numeric.cuh"
 
-// The indices of block and thread, read anew. What follows from the usual ones would be computed
-// before a loop, and would take registers in it; the loops here have none left.
+// The indices of block and thread, read anew. Values that follow from the usual ones would be
+// computed before a loop, and would take registers in it; the loops here have none left.
 __device__ __forceinline__ int block_index_anew() {
     int index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
