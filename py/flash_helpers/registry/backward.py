@@ -66,6 +66,7 @@ DQ_SUMS = "dQ_sums"  # a buffer: sums of dQ, float32
 SCORES_IN_REGISTERS = "scores_in_registers"  # P and dS do not pass through shared memory
 ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory for dQ alone
 DS_SLOTS = 2  # of that dS
+THIRD_WARPGROUP = "third_warpgroup"  # computes dQ, and loads
 
 # Names of tensors by the members of the arguments that hold their tensor maps.
 _LOADED = MappingProxyType({"Q": "q", "K": "k", "V": "v", "dO": "do"})
@@ -159,8 +160,10 @@ class BackwardKernelConfig(Config):
     @property
     def loop_unit(self) -> tuple[str, int]:
         """A block of queries, and the `wgmma` in the loop of a warp of the main kernel: S, dP, dV,
-        dK and dQ, of which warps that take turns run half."""
-        dQ = self.B_c if ONE_KERNEL in self.step.traits else 0
+        dK and dQ, of which warps that take turns run half. Those of a third warpgroup, in a loop
+        of its own, do not count."""
+        takes_turns = self.main_kernel == GRADIENTS and THIRD_WARPGROUP not in self.step.traits
+        dQ = self.B_c if takes_turns else 0
         return "block of Q and dO", (2 * (self.d_head + self.B_r) + dQ) // WGMMA_K
 
     def loop_runs(self, size: int) -> int:
@@ -303,6 +306,13 @@ BACKWARD = Family(
             "dQ, dK and dV in one kernel, which adds dQ in memory: five products instead of seven",
             _file(5),
             traits=frozenset({ONE_KERNEL, UNORDERED_SUMS}),
+        ),
+        StepEntry(
+            "third_warpgroup",
+            "the producer's warpgroup multiplies dS by K, and the other two take no turns",
+            _file(6),
+            sets={"slots": 3},
+            traits=frozenset({THIRD_WARPGROUP}),
         ),
     ),
     targets=(TARGET,),

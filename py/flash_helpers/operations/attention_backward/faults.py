@@ -47,6 +47,11 @@ FAULTS = {
         "setp.eq.u32 done, 0, 0;"), None, RaceError,
         "store_rows<cfg.dtype, B_c>(args.dK", kernel="gradients_kernel",
     ),
+    "b6: dS goes into a slot that the third warpgroup still multiplies": Fault(
+        "b6", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
+        "setp.eq.u32 done, 0, 0;"), nth(1), RaceError, "store_transposed<B_r>(dS_own_smem",
+        kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
