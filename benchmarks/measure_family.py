@@ -31,8 +31,9 @@ DESCRIPTION = """\
 Run pt_bench.py once for each kind of problem that the family takes, the shortest first. A family of
 attention has its last steps and the winners of sweeps measured on one sequence at a time, on causal
 problems, on grouped heads, in both dtypes and at odd lengths. The last step and the winners are
-also measured with a causal mask and without, in bursts and sustained. A family of another operation
-has its last steps measured in all dtypes. At the end all steps are measured beside each other.
+also measured with a causal mask and without, in bursts and sustained. A family of the backward pass
+has its last step measured on grouped heads, with a causal mask and in both dtypes, a family of
+another operation its last steps in all dtypes. At the end all steps are measured beside each other.
 
 The files are FOLDER/FAMILY_KIND_GPU.json. A run can be interrupted at any time: the same command
 continues with the files in FOLDER. FlashAttention-3 takes part if fa3_fwd is installed. Further
@@ -130,6 +131,12 @@ KINDS = {
         Kind("best", LENGTHS, (), steps=1),
         Kind("best_causal", LENGTHS, (), steps=1, causal=True),
         replace(_ALL_STEPS, sizes=WHOLE),
+    ),
+    "attention_backward": (
+        Kind("grouped", LENGTHS, (*_SUSTAINED, "--heads", "32", "--kv-heads", "8"), steps=1),
+        Kind("causal", LENGTHS, steps=1, causal=True),
+        Kind("last_dtypes", LENGTHS, steps=1, all_dtypes=True),
+        _ALL_STEPS,
     ),
 }
 OTHER_KINDS = (
