@@ -36,7 +36,6 @@
 // dO, 3 S^T, dP^T, 4 P^T, dS^T, 5 dV, dK, 6 store.
 
 #include "cp_async.cuh"
-#include "elements.cuh"
 #include "kernels/backward_sync/arguments.cuh"
 #include "kernels/backward_sync/parts.cuh"
 #include "ldmatrix.cuh"
@@ -104,47 +103,10 @@ __device__ __forceinline__ void find_dS(float &S, float &dP, Statistics query,
     dP = S * (dP - query.delta) * slope;
 }
 
-// The statistics of all queries of a batch and head; the grid's z is the batch.
-__device__ __forceinline__ Statistics *statistics_of(const BackwardSyncKernelArgs &args, int heads,
-                                                     int head) {
-    return args.statistics + (int64_t(blockIdx.z) * heads + head) * args.len_q;
-}
-
-constexpr int kDeltaThreads = 128;
-
-// The statistics of a query. Its row has 16 bytes per lane, and its lanes are a power of two.
 template <typename Kernels>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ BackwardSyncKernelArgs args) {
-    constexpr auto cfg = Kernels::value;
-    constexpr int kChunks = cfg.d_head / kChunk;
-    constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
-    const int query = blockIdx.x * (kDeltaThreads / kLanes) + threadIdx.x / kLanes;
-    const int chunk = threadIdx.x % kLanes;
-
-    float delta = 0;
-    if (query < args.len_q && chunk < kChunks) {
-        auto load = [&](const void *tensor, const TensorStrides &strides, float (&x_rmem)[kChunk]) {
-            const Element *x = head_gmem(tensor, strides) + query * strides.row + chunk * kChunk;
-            unpack_chunk<cfg.dtype>(x_rmem, __ldg(reinterpret_cast<const uint4 *>(x)));
-        };
-        float dO_rmem[kChunk], O_rmem[kChunk];
-        load(args.dO, args.dO_strides, dO_rmem);
-        load(args.O, args.O_strides, O_rmem);
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            delta = fmaf(dO_rmem[i], O_rmem[i], delta);
-        }
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-        delta += __shfl_xor_sync(0xffffffff, delta, lanes);
-    }
-    if (query < args.len_q && chunk == 0) {
-        const int64_t first = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * args.len_q;
-        const float lse = args.lse[first + query];
-        args.statistics[first + query] = {lse == -INFINITY ? INFINITY : lse * kLog2e, delta};
-    }
+    write_statistics<Kernels>(args);
 }
 
 template <typename Kernels>

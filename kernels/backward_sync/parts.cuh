@@ -1,12 +1,16 @@
 #pragma once
 // Parts of the backward_sync family's kernels that no step is about: the tile of a thread block,
-// the band of columns that its rows are multiplied with, and stores of fragments.
+// the band of columns that its rows are multiplied with, stores of fragments, and the statistics of
+// queries.
 //
 // A thread block has a tile of rows and walks blocks of columns: in dq_kernel rows are queries and
 // columns are keys, in dkdv_kernel rows are keys and columns are queries.
 
+#include "elements.cuh"
 #include "kernels/backward_sync/arguments.cuh"
+#include "memory.cuh"
 #include "mma.cuh"
+#include "mma_tiles.cuh"
 #include "numeric.cuh"
 
 // A tile in its sequence, which has n_rows and n_columns and begins at row_begin and column_begin
@@ -98,5 +102,48 @@ __device__ __forceinline__ void store_rows(Element *X_gmem, int64_t row_stride, 
                 row_gmem[n * kMmaN / 2] = pack<kDType>(C[0] * factor, C[1] * factor);
             }
         }
+    }
+}
+
+// The statistics of all queries of a batch and head; the grid's z is the batch.
+__device__ __forceinline__ Statistics *statistics_of(const BackwardSyncKernelArgs &args, int heads,
+                                                     int head) {
+    return args.statistics + (int64_t(blockIdx.z) * heads + head) * args.len_q;
+}
+
+constexpr int kDeltaThreads = 128;
+
+// Writes the statistics of queries, by thread blocks of kDeltaThreads. A row has 16 bytes per lane,
+// and its lanes are a power of two.
+template <typename Kernels>
+__device__ __forceinline__ void write_statistics(const BackwardSyncKernelArgs &args) {
+    constexpr auto cfg = Kernels::value;
+    constexpr int kChunks = cfg.d_head / kChunk;
+    constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+    const int query = blockIdx.x * (kDeltaThreads / kLanes) + threadIdx.x / kLanes;
+    const int chunk = threadIdx.x % kLanes;
+
+    float delta = 0;
+    if (query < args.len_q && chunk < kChunks) {
+        auto load = [&](const void *tensor, const TensorStrides &strides, float (&x_rmem)[kChunk]) {
+            const Element *x = head_gmem(tensor, strides) + query * strides.row + chunk * kChunk;
+            unpack_chunk<cfg.dtype>(x_rmem, __ldg(reinterpret_cast<const uint4 *>(x)));
+        };
+        float dO_rmem[kChunk], O_rmem[kChunk];
+        load(args.dO, args.dO_strides, dO_rmem);
+        load(args.O, args.O_strides, O_rmem);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            delta = fmaf(dO_rmem[i], O_rmem[i], delta);
+        }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+        delta += __shfl_xor_sync(0xffffffff, delta, lanes);
+    }
+    if (query < args.len_q && chunk == 0) {
+        const int64_t first = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * args.len_q;
+        const float lse = args.lse[first + query];
+        args.statistics[first + query] = {lse == -INFINITY ? INFINITY : lse * kLog2e, delta};
     }
 }
