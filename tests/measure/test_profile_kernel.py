@@ -236,6 +236,14 @@ class TestCommand:
         assert out.startswith("batch 1, heads 1, seq 64, d_head 128; counted in the simulator")
         assert cells(out, "bank conflicts")[1] == "0"
 
+    def test_of_a_config_of_several_kernels_counts_the_main_one(self, capsys) -> None:
+        """The last one of b5 has no product."""
+        status, out, _ = run_tool(capsys, "b4", "b5", "--seq", "128")
+        assert status == 0
+        assert out.splitlines()[1].startswith("dkdv_kernel of b4, gradients_kernel of b5; other")
+        b4, b5, _ = (int(x.replace(",", "")) for x in cells(out, "wgmma"))
+        assert b5 / b4 == (2 * 24 + 8) / (2 * 24)  # of two warpgroups, one of which has dQ's
+
     def test_counts_of_a_causal_problem_what_its_mask_leaves(self, capsys) -> None:
         sizes = ("h24", "--seq", "256", "--heads", "2", "--kv-heads", "1", "--json")
         whole, causal = (

@@ -96,6 +96,7 @@ class TestSimulator:
         assert torch.equal(tensors["y"], expected(x))
         assert not run.faults
         assert done[-1] == (6, 6)
+        assert run.n_blocks == 6 and run.kernel == kernels[CONFIG.kernels[CONFIG.main_kernel]].name
 
     def test_a_buffer_that_is_not_zeroed_holds_no_zeros(self, kernels):
         kernels[NAMES[0]] = simulator.load_kernel(

@@ -242,6 +242,10 @@ def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> 
                 f"{profile.config.short_form()} was run by {profile.ran.short_form()}: it is made "
                 f"for other strides than those of {shape}"
             )
+    of_several = {p.ran.step.id: p.ran.main_kernel for p in profiles if len(p.ran.kernels) > 1}
+    if of_several:
+        named = ", ".join(f"{kernel} of {step}" for step, kernel in of_several.items())
+        parts.append(f"{named}; other kernels of a call are not counted")
     if len(profiles) > _MOST_SIDE_BY_SIDE:
         parts.append(overview_text(profiles))
     else:

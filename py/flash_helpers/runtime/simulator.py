@@ -91,7 +91,8 @@ def run_kernel(
 ) -> Run:
     """Compute a call of a config with its kernels' PTX; return the run with counters and faults.
 
-    A run of several kernels has the blocks, faults and lints of all, and the counters of the last.
+    A run of several kernels has the blocks, faults and lints of all, and the counters of the main
+    one (`Config.main_kernel`), or of the last if that is left out.
 
     `kernel`: the config's kernel, from `load_kernel`; several kernels are given by their names
     (`Config.kernels`). `tensors`: the problem's inputs and outputs by name, on the CPU, in strides
@@ -155,13 +156,14 @@ def run_kernel(
         span = _span(tensors[output.name])
         found = memory.download(addresses[output.name], span.numel(), span.numpy().dtype)
         span.copy_(torch.from_numpy(found))
-    return _as_one(list(runs.values()))
+    main = runs.get(config.kernels[config.main_kernel])
+    return _as_one(list(runs.values()), main)
 
 
-def _as_one(runs: Sequence[Run]) -> Run:
-    """Return the last run, with the blocks and findings of all runs."""
+def _as_one(runs: Sequence[Run], main: Run | None) -> Run:
+    """Return one of the runs, the last by default, with the blocks and findings of all."""
     return replace(
-        runs[-1],
+        main or runs[-1],
         n_blocks=sum(run.n_blocks for run in runs),
         faults=tuple(fault for run in runs for fault in run.faults),
         lints=tuple(lint for run in runs for lint in run.lints),
