@@ -79,6 +79,12 @@ class TestValues:
         assert (found.a[order].reshape(2, 64, 16) == a).all()
         assert (found.b == b.T).all()
         assert (found.d[order].reshape(2, 64, 8) == a @ b.T + 3).all()
+        # two chunks a row, of A by the rows of a warp
+        assert found.b_is_k_major
+        rows = np.concatenate([found.a_addresses(i) for i in order[:4]])
+        assert rows.shape == (64, 2) and np.unique(rows).size == 128
+        assert np.array_equal(found.b_addresses(0), found.b_addresses(7))
+        assert found.b_addresses(0).shape == (8, 2)
 
     def test_without_scale_d_what_d_was_does_not_matter(self):
         a, b, rest = operands(8)

@@ -129,10 +129,11 @@ class ComparedOutputs:
     def texts(self, excerpt: Any = None) -> tuple[str, str]:
         """Return all outputs, a line per row of the last dimension."""
         right = {name: self.reference.expected[name] for name in self.outputs}
-        return _rows_text(right), _rows_text(self.outputs)
+        return rows_text(right), rows_text(self.outputs)
 
 
-def _rows_text(tensors: Mapping[str, torch.Tensor]) -> str:
+def rows_text(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return tensors as text: the name, and a line per row of the last dimension."""
     lines = []
     for name, tensor in tensors.items():
         lines.append(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,9 @@ ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
 
 _KERNELS_KEPT = 64
+
+Observe = Callable[[Launch, Mapping[str, int]], Observer]
+"""The observer of a launch, given the addresses of tensors and buffers by name."""
 
 
 _MAP_TYPES = {Element.FP16: "f16", Element.BF16: "bf16", Element.FP32: "f32", Element.INT32: "s32"}
@@ -85,7 +88,7 @@ def run_kernel(
     keep_going: bool = False,
     seed: int | None = None,
     progress: Progress | None = None,
-    observer: Observer | None = None,
+    observe: Observe | None = None,
     wanted: Collection[str] | None = None,
     **options: Any,
 ) -> Run:
@@ -101,10 +104,10 @@ def run_kernel(
     `device`: the GPU that the launches are made for, by default the largest that the family is
     compiled for. `keep_going`: collect faults in the run instead of raising the first one. `seed`:
     of the order in which asynchronous work completes; without one, all is as late as possible.
-    `progress`: called with the number of blocks done and the number of blocks. `observer`: sees
-    registers and shared memory while the kernels run. `wanted`: outputs that are computed, by
-    default all; launches that write others alone are left out. `options`: options of the problem,
-    such as softmax_scale.
+    `progress`: called with the number of blocks done and the number of blocks. `observe`: makes
+    the observer of each launch, which sees registers and shared memory while the kernel runs.
+    `wanted`: outputs that are computed, by default all; launches that write others alone are left
+    out. `options`: options of the problem, such as softmax_scale.
 
     Raises PtxError if a kernel cannot run, or a fault was found in it; ValueError for shapes that
     do not fit together.
@@ -147,7 +150,7 @@ def run_kernel(
             lints=True,
             max_instructions=config.most_runs(problem, device) * len(own.program.instructions),
             progress=advance,
-            observer=observer,
+            observer=observe(launch, addresses) if observe else None,
             target=_target(config, launch),
             before=runs.get(launch.kernel),
         )

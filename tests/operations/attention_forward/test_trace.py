@@ -275,7 +275,7 @@ def test_one_wrong_value_is_found_where_it_is(quantity):
     damaged = [steps[0], replace(steps[1], **{quantity: wrong}), steps[2]]
     found = first_disagreement(config, damaged, output, steps, output)
     assert found is not None
-    assert (found.quantity, found.key_block, found.row_block) == (quantity, 1, 2)
+    assert (found.quantity, found.block, found.row_block) == (quantity, 1, 2)
     if quantity in "KV":
         assert (found.warp, found.row) == (3, 64 + 37)
     else:
@@ -293,7 +293,7 @@ def test_a_block_that_should_be_left_out_is_a_difference():
     output = finish(expected, q)
     found = first_disagreement(own, others, output, expected, output)
     assert found is not None
-    assert (found.quantity, found.key_block, found.warp, found.row) == ("Q", 1, 0, 0)
+    assert (found.quantity, found.block, found.warp, found.row) == ("Q", 1, 0, 0)
     assert found.n_wrong == 64 * 128
 
 
@@ -342,7 +342,7 @@ def test_the_excerpt_holds_the_rows_of_one_warp_of_the_chosen_blocks():
     q, k, v = inputs(config, "countable")
     steps = list(blockwise_forward(config, q, k, v))
     output = finish(steps, q)
-    text = excerpt_text(config, steps, output, Excerpt(row_block=1, key_blocks=[2], warp=3))
+    text = excerpt_text(config, steps, output, Excerpt(row_block=1, blocks=[2], warp=3))
     titles = [line for line in text.splitlines() if "block" in line]
     assert titles == [
         f"{name}, key block 2, row block 1" + (", warp 3" if name in "KV" else "")

@@ -32,7 +32,7 @@ from flash_helpers.runtime.simulator import load_kernel
 
 # Error of a quantity, relative to the largest value of its row, when only roundings differ:
 # fp32 sums taken in another order, and one unit in the last place of ex2.
-_FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
+FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
 _OF_ROWS = ("m", "l")
 
 
@@ -40,14 +40,17 @@ _OF_ROWS = ("m", "l")
 class Disagreement:
     """The first element that is wrong, in the order in which the kernel computes.
 
-    `quantity`: one of QUANTITIES, or "output". `key_block`: None for the output. `row`: position of
-    a query in the sequence, or of a key for K and V. `warp`: the warp that computes the row, or
-    that holds the copy of K or V. `n_wrong`, `n_elements`: wrong elements and all elements of this
-    quantity in this block, among those that are computed or should be.
+    `quantity`: one of QUANTITIES, or "output". `turn`, `block`: the place of a block in the order
+    in which the kernel takes them, and its number; None for the output. `row`: position of a query
+    in the sequence, or of a key for K and V. `warp`: the warp that computes the row, or that holds
+    the copy of K or V. `n_wrong`, `n_elements`: wrong elements and all elements of this quantity in
+    this block, among those that are computed or should be. `kernel`: of several, by its C++
+    function. `walked`: rows of the blocks.
     """
 
     quantity: str
-    key_block: int | None
+    turn: int | None
+    block: int | None
     batch: int
     head: int
     row_block: int
@@ -58,11 +61,14 @@ class Disagreement:
     expected: float
     n_wrong: int
     n_elements: int
+    kernel: str = ""
+    walked: str = "key"
 
     def __str__(self) -> str:
-        block = "" if self.key_block is None else f"key block {self.key_block}, "
+        kernel = f"{self.kernel}, " if self.kernel else ""
+        block = "" if self.block is None else f"{self.walked} block {self.block}, "
         return (
-            f"{self.quantity}, {block}row block {self.row_block} (batch {self.batch}, "
+            f"{self.quantity}, {kernel}{block}row block {self.row_block} (batch {self.batch}, "
             f"head {self.head}), warp {self.warp}, row {self.row}, column {self.column}: "
             f"the kernel has {self.got:.9g}, blockwise FlashAttention-2 {self.expected:.9g} "
             f"({self.n_wrong} of {self.n_elements} values differ)"
@@ -79,8 +85,8 @@ def tolerance(
     traits = config.step.traits
     # NaN is no number that others of the row come from: keys that it is not multiplied with
     scale = expected.abs().where(~expected.isnan(), 0).amax(-1, keepdim=True)
-    if name in _FP32_TOLERANCE and not (name == "l" and MMA_ROW_SUM in traits):
-        return scale * _FP32_TOLERANCE[name]
+    if name in FP32_TOLERANCE and not (name == "l" and MMA_ROW_SUM in traits):
+        return scale * FP32_TOLERANCE[name]
     ulps = 1.0  # of a P over 1
     if name == "P":
         scale = expected.abs() + torch.finfo(dtype).tiny
@@ -97,7 +103,8 @@ def _first_wrong(
     expected: torch.Tensor,
     config: AttentionConfig,
     dtype: torch.dtype,
-    key_block: int | None,
+    turn: int | None = None,
+    block: int | None = None,
 ) -> Disagreement | None:
     """Return the first element of (batch, heads, row blocks, [warps,] rows, columns) that is
     wrong."""
@@ -113,14 +120,15 @@ def _first_wrong(
     batch, head, row_block, *rest = place
     if name in OF_KEYS:
         warp, row, column = rest
-        row += (key_block or 0) * config.B_c
+        row += (block or 0) * config.B_c
     else:
         row, column = rest
         warp = row // (config.B_r // config.n_warps)
         row += row_block * config.B_r
     return Disagreement(
         quantity=name,
-        key_block=key_block,
+        turn=turn,
+        block=block,
         batch=batch,
         head=head,
         row_block=row_block,
@@ -147,14 +155,14 @@ def first_disagreement(
     only they are compared.
     """
     dtype = output.dtype
-    for step, expected in zip(steps, expected_steps, strict=True):
+    for turn, (step, expected) in enumerate(zip(steps, expected_steps, strict=True)):
         for name in QUANTITIES:
             got, want = getattr(step, name), getattr(expected, name)
-            found = _first_wrong(name, got, want, config, dtype, step.key_block)
+            found = _first_wrong(name, got, want, config, dtype, turn, step.key_block)
             if found is not None:
                 return found
     got, want = (_by_row_block(o, config) for o in (output, expected_output))
-    return _first_wrong("output", got, want, config, dtype, None)
+    return _first_wrong("output", got, want, config, dtype)
 
 
 def _by_row_block(output: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
@@ -169,13 +177,28 @@ def _by_row_block(output: torch.Tensor, config: AttentionConfig) -> torch.Tensor
 class Excerpt:
     """The part of a computation that is written as text.
 
-    `row_block`: block of rows of the first batch and head. `key_blocks`: None for all. `warp`: None
-    for all warps; then K and V are the copy of warp 0.
+    `row_block`: block of rows of the first batch and head. `blocks`: those that the kernel walks;
+    None for all. `warp`: None for all warps; then K and V are the copy of warp 0.
     """
 
     row_block: int = 0
-    key_blocks: Sequence[int] | None = None
+    blocks: Sequence[int] | None = None
     warp: int | None = None
+
+    def takes(self, block: int) -> bool:
+        """Whether a block is written."""
+        return self.blocks is None or block in self.blocks
+
+    def check(self, *, blocks: int, row_blocks: int, warps: int) -> None:
+        """Raise ValueError for a block or a warp beyond the number that there are."""
+        for name, values, number in (
+            ("block", self.blocks or [], blocks),
+            ("row block", [self.row_block], row_blocks),
+            ("warp", [] if self.warp is None else [self.warp], warps),
+        ):
+            for value in values:
+                if not 0 <= value < number:
+                    raise ValueError(f"{name} {value}: there are 0 to {number - 1}")
 
 
 def excerpt_text(
@@ -192,13 +215,13 @@ def excerpt_text(
     """
     lines: list[str] = []
     for step in steps:
-        if excerpt.key_blocks is None or step.key_block in excerpt.key_blocks:
+        if excerpt.takes(step.key_block):
             for name in QUANTITIES:
                 lines += _matrix_lines(config, name, step, excerpt)
     rows = _by_row_block(output, config)[0, 0, excerpt.row_block]
     first = excerpt.row_block * config.B_r
     lines += [f"output, row block {excerpt.row_block}"]
-    lines += _row_lines(rows, first, _own_rows(config, excerpt.warp))
+    lines += row_lines(rows, first, _own_rows(config, excerpt.warp))
     return "\n".join(lines) + "\n"
 
 
@@ -220,21 +243,23 @@ def _matrix_lines(
         warp = excerpt.warp or 0
         yield f"{title}, warp {warp}"
         values = values[min(warp, values.shape[0] - 1)]
-        yield from _row_lines(values, step.key_block * config.B_c, range(config.B_c))
+        yield from row_lines(values, step.key_block * config.B_c, range(config.B_c))
     else:
         yield title
         # lanes that agree are written once
-        values = values[:, :1] if name in _OF_ROWS and _is_uniform(values) else values
+        values = values[:, :1] if name in _OF_ROWS and is_uniform(values) else values
         first = excerpt.row_block * config.B_r
-        yield from _row_lines(values, first, _own_rows(config, excerpt.warp))
+        yield from row_lines(values, first, _own_rows(config, excerpt.warp))
 
 
-def _is_uniform(values: torch.Tensor) -> bool:
+def is_uniform(values: torch.Tensor) -> bool:
+    """Whether all columns of a matrix are the same."""
     first = values[:, :1]
     return bool(((values == first) | (values.isnan() & first.isnan())).all())
 
 
-def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
+def row_lines(values: torch.Tensor, first: int, rows: Iterable[int]) -> Iterator[str]:
+    """Yield some rows of a matrix, each with its number: that of row 0 is `first`."""
     for row in rows:
         numbers = " ".join(f"{value:10.5g}" for value in values[row].tolist())
         yield f"{first + row:6d}: {numbers}"
@@ -347,11 +372,8 @@ def _compared_lse(
 
 def check_excerpt(config: AttentionConfig, problem: AttentionForward, excerpt: Excerpt) -> None:
     """Raise ValueError for a block or a warp that does not exist."""
-    for name, values, number in (
-        ("block", excerpt.key_blocks or [], -(-problem.len_k // config.B_c)),
-        ("row block", [excerpt.row_block], -(-problem.len_q // config.B_r)),
-        ("warp", [] if excerpt.warp is None else [excerpt.warp], config.n_warps),
-    ):
-        for value in values:
-            if not 0 <= value < number:
-                raise ValueError(f"{name} {value}: there are 0 to {number - 1}")
+    excerpt.check(
+        blocks=-(-problem.len_k // config.B_c),
+        row_blocks=-(-problem.len_q // config.B_r),
+        warps=config.n_warps,
+    )

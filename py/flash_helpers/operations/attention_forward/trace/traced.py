@@ -69,7 +69,7 @@ def trace_forward(
         tensors,
         device=device,
         keep_going=True,
-        observer=recorder.observer,
+        observe=lambda *_: recorder.observer,
         **problem.call_options(),
     )
     outputs = {tensor.name: tensors[tensor.name].contiguous() for tensor in problem.outputs}

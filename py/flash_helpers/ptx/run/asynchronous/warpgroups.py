@@ -62,7 +62,8 @@ class ComputedProduct:
 
     `blocks`: `ctaid` of each warp's block, (warps, 3). `warps`: numbered within their block. `a`:
     each warp's rows of A, (warps, 16, K), negated if the product is. `b`: each warp's B, (warps, K,
-    N). `d`: each warp's rows of D after this product, (warps, 16, N).
+    N). `d`: each warp's rows of D after this product, (warps, 16, N). `issue`: the product as the
+    warps have issued it.
     """
 
     instruction: Instruction
@@ -71,6 +72,24 @@ class ComputedProduct:
     a: np.ndarray
     b: np.ndarray
     d: np.ndarray
+    issue: Issue
+
+    @property
+    def b_is_k_major(self) -> bool:
+        """Whether elements along the depth are neighbours in B."""
+        return self.issue.product.b_matrix.k_major
+
+    def a_addresses(self, i: int) -> np.ndarray | None:
+        """Return where the 16-byte chunks of a warp's rows of A lie in its block's shared memory,
+        as `MatrixOperand.rows_at`; None for an A in registers."""
+        matrix = self.issue.product.a_matrix
+        if matrix is None:
+            return None
+        return _addresses(matrix, int(self.issue.a_bits[i]), 1 + int(self.warps[i]) % WARPS)
+
+    def b_addresses(self, i: int) -> np.ndarray:
+        """Return where the chunks of a warp's B lie, as `MatrixOperand.addresses`."""
+        return _addresses(self.issue.product.b_matrix, int(self.issue.b_bits[i]), 0)
 
 
 @dataclass(eq=False, repr=False)
@@ -385,7 +404,7 @@ class Warpgroups:
         instruction = self.program.instructions[issue.product.position]
         geometry, lanes = self.geometry, issue.warps * WARP
         blocks = np.array(geometry.blocks)[geometry.block_of(lanes)]
-        return ComputedProduct(instruction, blocks, geometry.warp_of(lanes), a, b, d)
+        return ComputedProduct(instruction, blocks, geometry.warp_of(lanes), a, b, d, issue)
 
     def _parted(
         self, issues: Sequence[Issue], limits: np.ndarray
