@@ -17,6 +17,7 @@ from flash_helpers.kernel_configs import (
     Element,
 )
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.backward_sync import BACKWARD_SYNC
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.runtime.library import ptx_path
 
@@ -51,6 +52,35 @@ def test_of_a_causal_kernel_what_a_warp_leaves_out_is_nan(tmp_path, capsys):
         numbers = [line.split(": ")[1].split() for line in rows.splitlines() if ": " in line]
         assert {number for row in numbers for number in row} == {"nan"}
         assert "nan" not in output
+
+
+def test_kernels_of_the_backward_pass_are_compared_one_after_the_other(tmp_path, capsys):
+    shape = ("--causal", "--seq", "40", "--len-k", "70", "--heads", "2", "--kv-heads", "1")
+    assert debug("p1", *shape, "--block", "0", "--out", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "p1_bf16_d128_Br64_Bc32_causal, batch 1, heads 2 on 1, seq 40 on 70, " in out
+    assert out.splitlines()[-1] == "all quantities agree within rounding"
+    titles = [
+        [line for line in (tmp_path / name).read_text().splitlines()[1:] if ": " not in line]
+        for name in ("debug_pt.txt", "debug_cuda.txt")
+    ]
+    assert titles[0] == titles[1]
+    of_S = [title for title in titles[0] if title.startswith("S, ")]
+    assert of_S == [
+        "S, dq_kernel, key block 0, row block 0",
+        "S, dkdv_kernel, query block 0, row block 0",
+    ]
+
+
+def test_the_tool_names_the_kernel_that_begins_to_be_wrong(tmp_path, capsys):
+    config = BACKWARD_SYNC.fixed_config(BACKWARD_SYNC.steps["p1"], Element.BF16)
+    text = ptx_path(config, "dkdv_kernel").read_text()
+    path = tmp_path / "no_delta.ptx"
+    path.write_text(re.sub(r"(sub\.f32\s+%f\d+, %f\d+), %f\d+;", r"\1, 0f00000000;", text))
+    assert debug("p1", "--seq", "64", "--ptx", str(path), "--out", str(tmp_path)) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    place = "query block 0, row block 0 (batch 0, head 0), warp 0, row 0, column 0"
+    assert last.startswith(f"first difference: delta, dkdv_kernel, {place}: the kernel has 0, ")
 
 
 def test_the_tool_names_the_first_difference_and_the_faults(tmp_path, capsys):
@@ -178,6 +208,9 @@ def test_lints_are_printed_and_are_no_failure(tmp_path, capsys):
         (["1", "--block", "4"], "block 4: there are 0 to 3"),
         (["h24", "--len-k", "129", "--block", "2"], "block 2: there are 0 to 1"),
         (["h24", "--seq", "129", "--row-block", "2"], "row block 2: there are 0 to 1"),
+        (["p1", "--seq", "65", "--block", "3"], "block 3: there are 0 to 2"),
+        (["b4", "--seq", "128", "--row-block", "1"], "row block 1: there are 0 to 0"),
+        (["b4", "--seq", "128", "--warp", "12"], "warp 12: there are 0 to 11"),
         (["h20", "--causal"], "causal is not supported by h20_"),
         (["1", "--kv-heads", "2"], "heads 1 is not a multiple of kv_heads 2"),
         (["1", "--softmax-scale", "0.2"], "softmax_scale 0.2 is not supported by v1_"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare a kernel's own Q, K, S, m, l, P, V and O with the reference."""
+"""Compare the values inside a kernel, such as S and P of attention, with the reference."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ that the exponents of a block are taken with; P, l and O are relative to the max
 raised to. S is not yet masked where a query does not see a key. Blocks of keys that a warp leaves
 out are nan in both files.
 
+Of the backward pass it reads Q, K, S, LSE, P, dO, V, dP and delta, the factors "P of dV", "dS of
+dK" and "dS of dQ" as they are multiplied, and the sums dV, dK and dQ after each block. The rows of
+dq_kernel are queries and its blocks are keys; in the kernel for dK and dV it is the reverse. S, dP
+and P are those before the mask, and sums are those before the scale.
+
 --lse compares the LSE as well, with float64. With --device cuda the kernel runs on the GPU, where
 only its outputs can be read.
 """
@@ -68,6 +73,9 @@ examples:
     python tools/debug/debug.py h24 --causal --seq 128 --len-k 192
   more queries than keys, grouped heads, another scale:
     python tools/debug/debug.py h20 --seq 200 --len-k 80 --heads 2 --kv-heads 1 --softmax-scale 0.2
+  the backward pass, whose kernels are compared one after the other:
+    python tools/debug/debug.py b4 --seq 128 --len-k 256
+    python tools/debug/debug.py p1 --causal --seq 70 --len-k 99 --heads 2 --kv-heads 1
   small integers as inputs, and the values of warp 1 in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt
@@ -103,7 +111,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
     parser.add_argument(
-        "--block", type=int, nargs="+", metavar="J", help="write these blocks of keys (default all)"
+        "--block",
+        type=int,
+        nargs="+",
+        metavar="J",
+        help="write these blocks of keys, or of queries in a kernel that walks them (default all)",
     )
     parser.add_argument(
         "--row-block", type=int, default=0, metavar="I", help="write this block of rows (default 0)"

@@ -144,7 +144,7 @@ class BackwardKernelConfig(Config):
         """Return the threads and the bytes of dynamic shared memory per block of a kernel: its
         own rows of two tensors, slots for two others, slots of dS and for keys P, and the
         barriers. convert_kernel has its rows of dQ alone."""
-        own, walked = self.rows[kernel], self.B_c if kernel == DQ else self.B_r
+        own, walked = self.tiles(kernel)
         if kernel == DELTA:
             return DELTA_THREADS, 0
         if kernel == CONVERT:
@@ -175,6 +175,11 @@ class BackwardKernelConfig(Config):
         """Rows of a thread block by kernel: queries, or keys of the kernel for dK and dV."""
         keys = dict.fromkeys((DKDV, GRADIENTS), self.B_c)
         return {DELTA: DELTA_ROWS, DQ: self.warpgroups * self.B_r, CONVERT: self.B_r} | keys
+
+    def tiles(self, kernel: str) -> tuple[int, int]:
+        """Return the rows of a thread block of a kernel that multiplies, and the rows of the blocks
+        that it walks."""
+        return self.rows[kernel], self.B_c if kernel == DQ else self.B_r
 
     @property
     def supports(self) -> AttentionBackwardSupports:

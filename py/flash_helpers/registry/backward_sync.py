@@ -159,6 +159,11 @@ class BackwardSyncKernelConfig(Config):
         statistics = self.B_c * STATISTICS_BYTES
         return self.B_r // MMA_M * column_warps * gpu.WARP, self._tile_bytes + statistics
 
+    def tiles(self, kernel: str) -> tuple[int, int]:
+        """Return the rows of a thread block of a kernel that multiplies, and the rows of the blocks
+        that it walks: the same of each."""
+        return self.B_r, self.B_c
+
     def variants(self) -> tuple[BackwardSyncKernelConfig, ...]:
         """Return the config, and those with other flags, the most alike first; then the same of the
         other head sizes' tiles."""

@@ -35,4 +35,5 @@ OPERATION = Operation(
     families=("backward_sync:BACKWARD_SYNC", "backward:BACKWARD"),
     # as the forward pass: a block of 64 x 64 scores at d_head 128 in 4 ms per two products
     simulated_ns=4.0e6 / (4 * 64 * 64 * 128),
+    has_trace=True,
 )

@@ -31,7 +31,7 @@ FAULTS = {
     ),
     "b2: a query has the LSE of the query before it": Fault(
         "b2", BF16, MAIN_LOOP, r"ld\.global\.f32.*\+4\]", swap(r"\+4\]", "]"), nth(0),
-        quantity="dk", kernel="dkdv_kernel",
+        quantity="LSE", kernel="dkdv_kernel",
     ),
     "b3: a slot is not given back": Fault(
         "b3", BF16, MAIN_LOOP, r"mbarrier\.arrive\.shared", drop, None, DeadlockError,
