@@ -105,6 +105,20 @@ class Blockwise:
             found[FACTORS[name]] = Expected(x, allowed)
         return found
 
+    def scores_of(self, record: Record) -> dict[str, Expected]:
+        """Return the scores of a kernel by its record. Where it subtracts no LSE from exponents, S
+        begins with -LSE / softmax_scale; where it subtracts no delta, dP begins with -delta."""
+        found = dict(self.scores)
+        for name, begin, scale in (
+            ("S", "LSE", self._problem.softmax_scale * _LOG2_E),
+            ("dP", "delta", 1),
+        ):
+            if begin not in record.values:
+                first, own = found[begin].values / scale, found[name]
+                least = first.abs().nan_to_num(posinf=0.0) * FP32_TOLERANCE["S"]
+                found[name] = Expected(own.values - first, own.allowed + least)
+        return found
+
     def sums(self, name: str, record: Record, together: int) -> Expected:
         """Return dQ, dK or dV after each step of its sum, in the order of a kernel's record; NaN
         where it has no step. `together`: queries or keys of the depth after which a kernel begins a

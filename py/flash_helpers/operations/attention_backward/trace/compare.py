@@ -322,7 +322,7 @@ def compare(
         record = records[name]
         if "S" in record.values:
             own, walked = config.tiles(function)
-            expected = dict(blockwise.scores)
+            expected = blockwise.scores_of(record)
             for of in SUMS:
                 if of in record.values:
                     # rows that thread blocks walk belong to another sum in each of their tiles
