@@ -165,19 +165,22 @@ class Comparison:
 
     def _wrong(self, kernel: Traced, name: str, copy: int) -> tuple[np.ndarray, np.ndarray]:
         """Which elements of a quantity are wrong, and which are there or should be."""
-        record, visible = kernel.record, self.blockwise.visible.numpy()
-        got = record.values[name][copy].astype(np.float64)
-        expected = kernel.expected[name]
+        got = kernel.record.values[name][copy].astype(np.float64)
+        expected, there = kernel.expected[name], self._there(kernel, name, copy)
         right, allowed = expected.values.numpy(), expected.allowed.numpy()
-        computed = record.warps_of(name, copy) != NONE
-        if copy == 0:  # what a query sees must be computed
-            computed |= _any_in_cells(visible)
-        there = np.broadcast_to(in_cells(name, computed, got.shape), got.shape)
         if name == "P":  # before the mask
-            there = there & visible
+            there = there & self.blockwise.visible.numpy()
         with np.errstate(invalid="ignore"):
             within = (np.abs(got - right) <= allowed) | (got == right)
         return there & ~within, there
+
+    def _there(self, kernel: Traced, name: str, copy: int = 0) -> np.ndarray:
+        """Which elements of a quantity a kernel has, or should have, since a query sees their key.
+        What no query of a tile sees may be left out, or be zeros that no copy brings."""
+        got = kernel.record.values[name][copy]
+        computed = in_cells(name, kernel.record.warps_of(name, copy) != NONE, got.shape)
+        needed = _seen(name, self.blockwise.visible.numpy())
+        return (computed & ~np.isnan(got)) | (needed & (computed | (copy == 0)))
 
     def texts(self, excerpt: Excerpt) -> tuple[str, str]:
         """Return the chosen part of the reference, and of the kernels, each with all outputs."""
@@ -198,8 +201,7 @@ class Comparison:
                         continue
                     values = torch.from_numpy(record.values[name][0])
                     if not of_kernel:
-                        computed = record.warps_of(name) != NONE
-                        there = torch.from_numpy(in_cells(name, computed, values.shape).copy())
+                        there = torch.from_numpy(self._there(kernel, name))
                         right = kernel.expected[name].values.expand(values.shape)
                         values = right.where(there, torch.nan)
                     yield (
@@ -243,10 +245,16 @@ def _disagreement(
     )
 
 
-def _any_in_cells(visible: np.ndarray) -> np.ndarray:
-    """Whether any query of a cell sees any of its keys."""
-    by_queries = np.logical_or.reduceat(visible, range(0, visible.shape[0], CELL), axis=0)
-    return np.logical_or.reduceat(by_queries, range(0, visible.shape[1], CELL), axis=1)
+def _seen(name: str, visible: np.ndarray) -> np.ndarray:
+    """Return which elements of a quantity, (..., 1) with columns, belong to a query and a key that
+    it sees. `visible`: (queries, keys)."""
+    if name in OF_QUERIES:
+        starts = range(0, visible.shape[1], CELL)
+        return np.logical_or.reduceat(visible, starts, axis=1)[..., None]
+    if name in OF_KEYS:
+        starts = range(0, visible.shape[0], CELL)
+        return np.logical_or.reduceat(visible, starts, axis=0).T[..., None]
+    return visible
 
 
 def _matrix_lines(
