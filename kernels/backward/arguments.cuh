@@ -31,4 +31,5 @@ struct alignas(128) BackwardKernelArgs {
     int len_q, len_k, heads, heads_per_kv;
     float scale, softmax_scale; // log2(e) · softmax_scale, softmax_scale
     float *dQ_sums; // (batch, heads, len_q · d_head): sums of dQ, in an order of their own
+    float *statistics; // (batch, heads, len_q / B_r, 2, B_r): -LSE / softmax_scale and -delta
 };

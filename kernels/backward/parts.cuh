@@ -43,10 +43,13 @@ __device__ __forceinline__ float load_lse(const BackwardKernelArgs &args, int64_
 // delta of a query is the sum of its dO · O. 16 lanes have 8 columns each.
 constexpr int kDeltaThreads = 256, kDeltaLanes = kDHead / 8;
 constexpr int kDeltaRows = kDeltaThreads / kDeltaLanes; // of a thread block
-template <DType kDType>
-__device__ __forceinline__ void store_delta(const BackwardKernelArgs &args) {
+__device__ __forceinline__ TilePlace delta_place(const BackwardKernelArgs &args) {
     TilePlace place = own_place<kDeltaRows>(args.len_q, args.heads);
     place.row += threadIdx.x / kDeltaLanes;
+    return place;
+}
+template <DType kDType>
+__device__ __forceinline__ float row_delta(const BackwardKernelArgs &args, TilePlace place) {
     const int column = threadIdx.x % kDeltaLanes * 8;
     auto load = [&](float (&x_rmem)[8], const void *tensor, const TensorStrides &strides) {
         const Element *row = static_cast<const Element *>(tensor) + place.batch * strides.batch +
@@ -64,8 +67,14 @@ __device__ __forceinline__ void store_delta(const BackwardKernelArgs &args) {
     for (int lanes = 1; lanes < kDeltaLanes; lanes *= 2) {
         sum += __shfl_xor_sync(0xffffffff, sum, lanes);
     }
-    if (column == 0) {
-        args.delta[row_index(args, place)] = sum;
+    return sum;
+}
+template <DType kDType>
+__device__ __forceinline__ void store_delta(const BackwardKernelArgs &args) {
+    const TilePlace place = delta_place(args);
+    const float delta = row_delta<kDType>(args, place);
+    if (threadIdx.x % kDeltaLanes == 0) {
+        args.delta[row_index(args, place)] = delta;
     }
 }
 

@@ -60,13 +60,16 @@ _WRITTEN = {
 }
 DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
 
-DQ_SUMS = "dQ_sums"  # a buffer: sums of dQ, float32
+# Buffers of float32: delta; sums of dQ; what S and dP of each query begin with.
+DELTAS, DQ_SUMS, STATISTICS = "delta", "dQ_sums", "statistics"
 
 # Traits of steps.
 SCORES_IN_REGISTERS = "scores_in_registers"  # P and dS do not pass through shared memory
 ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory for dQ alone
 DS_SLOTS = 2  # of that dS
 THIRD_WARPGROUP = "third_warpgroup"  # computes dQ, and loads
+STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and delta
+MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
 # Names of tensors by the members of the arguments that hold their tensor maps.
 _LOADED = MappingProxyType({"Q": "q", "K": "k", "V": "v", "dO": "do"})
@@ -82,7 +85,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("lse", "delta"), POINTER),
             **dict.fromkeys(("len_q", "len_k", "heads", "heads_per_kv"), INT),
             **dict.fromkeys(("scale", "softmax_scale"), FLOAT),
-            DQ_SUMS: POINTER,
+            **dict.fromkeys((DQ_SUMS, STATISTICS), POINTER),
         }
     ),
 )
@@ -142,20 +145,30 @@ class BackwardKernelConfig(Config):
 
     def block(self, kernel: str) -> tuple[int, int]:
         """Return the threads and the bytes of dynamic shared memory per block of a kernel: its
-        own rows of two tensors, slots for two others, slots of dS and for keys P, and the
-        barriers. convert_kernel has its rows of dQ alone."""
+        own rows of two tensors, slots for two others and their statistics, slots of dS and for keys
+        P, and the barriers. convert_kernel has its rows of dQ alone."""
         own, walked = self.tiles(kernel)
         if kernel == DELTA:
             return DELTA_THREADS, 0
         if kernel == CONVERT:
             return WARPGROUP, own * self.d_head * ELEMENT_BYTES
         tiles = 2 * (own + self.slots * walked) * self.d_head
+        statistics = 0
         if kernel == GRADIENTS:
             n_scores = DS_SLOTS
+            statistics = self.floats_per_query.get(STATISTICS, 0) * self.slots * self.B_r
         else:
             n_scores = 0 if SCORES_IN_REGISTERS in self.step.traits else 1 if kernel == DQ else 2
         scores = n_scores * self.B_r * self.B_c
-        return self.n_threads, (tiles + scores) * ELEMENT_BYTES + BARRIER_BYTES
+        tile_bytes = (tiles + scores) * ELEMENT_BYTES
+        return self.n_threads, tile_bytes + statistics * FLOAT.size + BARRIER_BYTES
+
+    @property
+    def floats_per_query(self) -> Mapping[str, int]:
+        """Numbers of a query in each buffer."""
+        traits = self.step.traits
+        statistics = {STATISTICS: 2} if STATISTICS_FIRST in traits else {DELTAS: 1}
+        return statistics | ({DQ_SUMS: self.d_head} if ONE_KERNEL in traits else {})
 
     @property
     def loop_unit(self) -> tuple[str, int]:
@@ -196,6 +209,7 @@ class BackwardKernelConfig(Config):
             max_length=MAX_LENGTH,
             B_r=self.B_r,
             B_c=self.B_c,
+            min_scale=MIN_SCALE if STATISTICS_FIRST in self.step.traits else 0.0,
             abilities=frozenset({TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE}),
         )
 
@@ -231,9 +245,8 @@ class BackwardKernelConfig(Config):
             "scale": (problem.softmax_scale * math.log2(math.e),),
             "softmax_scale": (problem.softmax_scale,),
         }
-        pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse", "delta": "delta"}
-        if ONE_KERNEL in self.step.traits:
-            pointers |= {DQ_SUMS: DQ_SUMS}
+        pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse"}
+        pointers |= {name: name for name in self.floats_per_query}
         q_tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
         k_tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
         blocks = {
@@ -257,13 +270,11 @@ class BackwardKernelConfig(Config):
             )
             for kernel, name in self.kernels.items()
         )
-        per_query = {"delta": 1, DQ_SUMS: self.d_head}
         return Call(
             launches,
             tuple(
                 Buffer(name, FLOAT.size * floats * self.B_r * q_tiles, zeroed=False)
-                for name, floats in per_query.items()
-                if name in pointers.values()
+                for name, floats in self.floats_per_query.items()
             ),
         )
 
@@ -318,6 +329,12 @@ BACKWARD = Family(
             _file(6),
             sets={"slots": 3},
             traits=frozenset({THIRD_WARPGROUP}),
+        ),
+        StepEntry(
+            "statistics_first",
+            "S and dP begin with LSE and delta in their accumulators, and no subtraction is left",
+            _file(7),
+            traits=frozenset({STATISTICS_FIRST}),
         ),
     ),
     targets=(TARGET,),

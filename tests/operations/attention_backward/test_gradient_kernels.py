@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiers import committed, each
 
 from flash_helpers.check.errors import measure_error
 from flash_helpers.check.tensors import tensors_for
-from flash_helpers.kernel_configs import Config
+from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward import OPERATION
 from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
@@ -71,6 +72,18 @@ def test_a_query_with_an_lse_of_minus_infinity_adds_nothing(config) -> None:
     assert found["dq"][:, 0].eq(0).all()
     inputs["lse"][:] = -torch.inf
     assert all(gradient.eq(0).all() for gradient in gradients(config, problem, inputs).values())
+
+
+def test_a_scale_by_which_the_lse_cannot_be_divided_is_refused() -> None:
+    config = next(c for c in CONFIGS if c.supports.min_scale and c.dtype == Element.BF16)
+    whole = config.supports.whole
+    least = replace(
+        config.supports.problem(1, 1, whole, whole), softmax_scale=config.supports.min_scale
+    )
+    assert_right_on(config, least)
+    smaller = replace(least, softmax_scale=least.softmax_scale / 2)
+    assert "would not be finite in b7" in config.refusal(smaller)
+    assert "multiply q by a part of it" in config.refusal(smaller)
 
 
 @each(CONFIGS, once=True)

@@ -52,6 +52,10 @@ FAULTS = {
         "setp.eq.u32 done, 0, 0;"), nth(1), RaceError, "store_transposed<B_r>(dS_own_smem",
         kernel="gradients_kernel",
     ),
+    "b7: the first product replaces what dP begins with": Fault(
+        "b7", BF16, MAIN_LOOP, r"setp\.ne\.b32 accumulates", swap(r"accumulates, \S+ 0;",
+        "accumulates, 0, 0;"), nth(8), quantity="dq", kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 

@@ -12,16 +12,26 @@ from flash_helpers.operations.attention_forward.supports import AttentionSupport
 
 @dataclass(frozen=True)
 class AttentionBackwardSupports(AttentionSupports):
-    """Problems of the backward pass, with the fields of `AttentionSupports`."""
+    """Problems of the backward pass, with the fields of `AttentionSupports`.
+
+    `min_scale`: the least softmax_scale.
+    """
 
     problems: ClassVar[type[AttentionForward]] = AttentionBackward
     of_heads: ClassVar[frozenset[str]] = frozenset({"do", *"qkvo", "dq", "dk", "dv"})
+
+    min_scale: float = 0.0
 
     def refusal(self, problem: AttentionForward, kernel: str) -> str:
         """Return what `AttentionSupports.refusal` does; blocks of keys are limited as tiles of
         queries are."""
         if reason := super().refusal(problem, kernel):
             return reason
+        if problem.softmax_scale < self.min_scale:
+            return (
+                f"softmax_scale {problem.softmax_scale:g} is less than {self.min_scale:g}, and the "
+                f"LSE divided by it would not be finite in {kernel}: multiply q by a part of it"
+            )
         tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
         if tiles > self.max_tiles:
             return (
