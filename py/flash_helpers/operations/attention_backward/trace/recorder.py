@@ -6,12 +6,15 @@ keys, adds to dQ; times dO, along the queries, to dV; times Q to dK. Tensors are
 that brought their rows (`shared_rows`). The rows of a computed factor are those of the S or dP that
 it follows from, in registers or by way of shared memory.
 
-The LSE is the subtrahend in the exponents of S, P the exponential, delta the subtrahend of dP. No
-line of the source and no order of products is named.
+The LSE is the subtrahend in the exponents of S, P the exponential, delta the subtrahend of dP.
+Where `wgmma` add the products to -LSE / softmax_scale or to -delta, these are read from the
+accumulators, and S and dP are the products alone. No line of the source and no order of products
+is named.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +57,9 @@ FACTORS = {name: f"{factor} of {name}" for name, factor in SUMS.values()}
 """For each sum, the quantity that is its computed factor."""
 BESIDE = {"Q": "S", "K": "S", "LSE": "S", "P": "S", "dO": "dP", "V": "dP", "delta": "dP"}
 """Quantities that come with a product, and its result."""
+
+_ROUNDING = 2.0**-40
+"""Of products in float64, relative."""
 
 _WITHOUT_SOURCE = ("ld", "ldmatrix", "shfl", "atom", "setp")
 """Instructions whose result is not followed to what they read."""
@@ -267,6 +273,8 @@ class Recorder:
         self._turn = 0
         # By block and warp: the places of products, by line.
         self._places: dict[tuple[Block, int], dict[int, Place]] = defaultdict(dict)
+        # By block, warp and S or dP: the products so far of one that does not begin with 0.
+        self._products: dict[tuple[Block, int, str], np.ndarray] = {}
         # Places of what was stored in shared memory, by the number that its chunks have there.
         self._stored: dict[int, Place] = {}
         # By block, warp and line of an ldmatrix: its turn and its chunks.
@@ -455,7 +463,33 @@ class Recorder:
             depth = slice(column, column + matrix.shape[1])
             for cell in np.unique(other[other != NONE] // CELL):
                 array[batch, head, own[known], cell, depth] = matrix[known]
+        if line not in self._plan.b:  # a wgmma
+            d = self._products_alone((block, warp, score), matrices, column, place)
         self._put_matrix(score, place, d)
+
+    def _products_alone(
+        self,
+        of: tuple[Block, int, str],
+        matrices: tuple[np.ndarray, np.ndarray, np.ndarray],
+        column: int,
+        place: Place,
+    ) -> np.ndarray:
+        """S or dP without what its accumulators began with, which is recorded. `of`: block, warp, S
+        or dP. `column`: of the first element along the depth."""
+        a, b, d = matrices
+        product = a @ b
+        if column == 0:
+            begin = d - product
+            self._products.pop(of, None)
+            if not (np.abs(begin) <= _ROUNDING * np.abs(product).max()).all():
+                self._products[of] = np.zeros_like(product)
+                is_S = of[2] == "S"
+                scale = self.record.problem.softmax_scale / math.log(2) if is_S else 1.0
+                self._put_matrix("LSE" if is_S else "delta", place, -begin * scale)
+        if of not in self._products:
+            return d
+        self._products[of] = self._products[of] + product
+        return self._products[of]
 
     def _add(
         self,
