@@ -54,7 +54,7 @@ FAULTS = {
     ),
     "b7: the first product replaces what dP begins with": Fault(
         "b7", BF16, MAIN_LOOP, r"setp\.ne\.b32 accumulates", swap(r"accumulates, \S+ 0;",
-        "accumulates, 0, 0;"), nth(8), quantity="dq", kernel="gradients_kernel",
+        "accumulates, 0, 0;"), nth(8), quantity="delta", kernel="gradients_kernel",
     ),
 }  # fmt: skip
 
