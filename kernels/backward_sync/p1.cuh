@@ -163,15 +163,19 @@ __global__ void __launch_bounds__(Kernels::value.row_warps() * 32)
     float dQ_rmem[1][kDHead / kMmaN][4] = {};
     const int last_row = min(tile.first_row + B_r, tile.n_rows) - 1;
     const int end = min(last_row + keys.last + 1, tile.n_columns);
-    for (int key = max(tile.first_row + keys.first, 0) / B_c * B_c; key < end; key += B_c) {
-        // 2. K, V: global → shared
+    const int first = max(tile.first_row + keys.first, 0) / B_c * B_c;
+    auto copy_block = [&](int key) {
         auto key_bytes = [&](int row) { return key + row < tile.n_columns ? 16 : 0; };
-        __syncthreads(); // no warp reads the block before this one any more
         copy_tile_async<B_c, kDHead, kThreads>(K_smem, K_gmem, key, int(args.K_strides.row),
                                                key_bytes);
         copy_tile_async<B_c, kDHead, kThreads>(V_smem, V_gmem, key, int(args.V_strides.row),
                                                key_bytes);
         cp_async_commit();
+    };
+    for (int key = first; key < end; key += B_c) {
+        // 2. K, V: global → shared
+        __syncthreads(); // no warp reads the block before this one any more
+        copy_block(key);
         cp_async_wait<0>();
         __syncthreads(); // a warp reads rows that other warps have copied
 
@@ -256,30 +260,32 @@ __global__ void __launch_bounds__(Kernels::value.row_warps() * Kernels::value.co
     const int last_row = min(tile.first_row + B_r, tile.n_rows) - 1;
     const int first = max(tile.first_row + queries.first, 0) / B_c * B_c;
     const int end = min(last_row + queries.last + 1, tile.n_columns);
+    auto copy_block = [&](int head, const Statistics *statistics, int query) {
+        auto query_bytes = [&](int row) { return query + row < tile.n_columns ? 16 : 0; };
+        auto copy_queries = [&](uint32_t X_smem, const void *X, const TensorStrides &strides) {
+            const Element *X_gmem = static_cast<const Element *>(X) + blockIdx.z * strides.batch +
+                                    head * strides.head + tile.column_begin * strides.row +
+                                    thread_offset<kColumns>(strides.row);
+            copy_tile_async<B_c, kDHead, kThreads>(X_smem, X_gmem, query, int(strides.row),
+                                                   query_bytes);
+        };
+        copy_queries(Q_smem, args.Q, args.Q_strides);
+        copy_queries(dO_smem, args.dO, args.dO_strides);
+        cp_async_commit();
+        if (threadIdx.x < B_c) {
+            const int own = query + threadIdx.x;
+            of_column[threadIdx.x] =
+                own < tile.n_columns ? statistics[own] : Statistics{INFINITY, 0};
+        }
+    };
     for (int i = 0; i < args.heads_per_kv; ++i) {
         const int head = blockIdx.y * args.heads_per_kv + i;
         const Statistics *statistics =
             statistics_of(args, gridDim.y * args.heads_per_kv, head) + tile.column_begin;
         for (int query = first; query < end; query += B_c) {
             // 2. Q, dO and the statistics: global → shared, zeros past the end
-            auto query_bytes = [&](int row) { return query + row < tile.n_columns ? 16 : 0; };
-            auto copy_queries = [&](uint32_t X_smem, const void *X, const TensorStrides &strides) {
-                const Element *X_gmem = static_cast<const Element *>(X) +
-                                        blockIdx.z * strides.batch + head * strides.head +
-                                        tile.column_begin * strides.row +
-                                        thread_offset<kColumns>(strides.row);
-                copy_tile_async<B_c, kDHead, kThreads>(X_smem, X_gmem, query, int(strides.row),
-                                                       query_bytes);
-            };
             __syncthreads(); // no warp reads the block before this one any more
-            copy_queries(Q_smem, args.Q, args.Q_strides);
-            copy_queries(dO_smem, args.dO, args.dO_strides);
-            cp_async_commit();
-            if (threadIdx.x < B_c) {
-                const int own = query + threadIdx.x;
-                of_column[threadIdx.x] =
-                    own < tile.n_columns ? statistics[own] : Statistics{INFINITY, 0};
-            }
+            copy_block(head, statistics, query);
             cp_async_wait<0>();
             __syncthreads(); // a warp reads what other warps have copied
 
