@@ -18,6 +18,7 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.supports import RETURN_LSE, AttentionSupports
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
+from flash_helpers.registry.family import UNMEASURED
 
 A100, H100, B200, T4 = (8, 0), (9, 0), (10, 0), (7, 5)
 NEWEST = [
@@ -62,6 +63,15 @@ class TestSteps:
         assert FAMILIES["backward"].preferred is STEPS["b4"]
         assert not any(step.is_deterministic for step in steps[4:])
         assert set(FAMILIES["backward"].dtypes_of(STEPS["b4"])) == {Element.FP16, Element.BF16}
+
+    def test_are_not_those_held_back_as_unmeasured(self):
+        overlap = FAMILIES["overlap"]
+        held = [
+            replace(entry, traits=entry.traits | ({UNMEASURED} if number == 6 else set()))
+            for number, entry in enumerate(overlap.entries, start=1)
+        ]
+        families = [replace(overlap, entries=tuple(held)), FAMILIES["ampere"]]
+        assert [step.id for step in preferred_steps(OPERATION, A100, families)] == ["v16", "o5"]
 
     def test_are_none_where_no_family_runs(self):
         assert preferred_steps(OPERATION, T4) == []

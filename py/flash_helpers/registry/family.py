@@ -28,6 +28,8 @@ CORE, LIBRARY, LAB, LOGBOOK = "core", "library", "lab", "logbook"
 # A trait of steps of any family: thread blocks add to sums in memory, in an order that differs from
 # call to call, and with it the last bits of the results.
 UNORDERED_SUMS = "unordered_sums"
+# Another: nobody has measured the steps from this one on, and calls take one before it.
+UNMEASURED = "unmeasured"
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,9 @@ class Family(Generic[C]):
     @property
     def preferred(self) -> Step:
         """The step that a call takes which names no kernel, if no measurement speaks for another:
-        the last that gives the same bits in every call."""
-        return [step for step in self.steps.values() if step.is_deterministic][-1]
+        the last that gives the same bits in every call, and is not held back as unmeasured."""
+        steps = (step for step in self.steps.values() if UNMEASURED not in step.traits)
+        return [step for step in steps if step.is_deterministic][-1]
 
     def fixed_config(self, step: Step, dtype: Element) -> C:
         """Return the config with which the progression shows a step."""
