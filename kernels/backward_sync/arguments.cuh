@@ -22,6 +22,12 @@ struct BackwardSyncKernelConfig {
     // Warps that share 16 rows of dK and dV. A wide head takes two, because dK and dV of 16 keys
     // fill 2 · 16 · 128 / 32 = 128 registers per thread at d_head 128.
     constexpr int column_warps() const { return d_head > 128 ? 2 : 1; }
+    // From p2 on: whether a warp has its 16 rows of both tiles of B_r in registers. They fill
+    // d_head / 2 registers per thread: 64 at d_head 128, beside 128 of dK and dV.
+    constexpr bool holds_rows() const { return d_head <= 128; }
+    // Columns of S and dP that a warp of dkdv_kernel has at a time. Where rows are held, fewer cost
+    // nothing; where they are not, each part reads them.
+    constexpr int part() const { return holds_rows() ? 16 : B_c; }
     friend auto operator<=>(const BackwardSyncKernelConfig &,
                             const BackwardSyncKernelConfig &) = default;
 };

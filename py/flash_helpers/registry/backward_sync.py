@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import UNMEASURED, Family, Step, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -350,15 +350,19 @@ def _variants(own: BackwardSyncKernelConfig) -> tuple[BackwardSyncKernelConfig, 
     return tuple(found for config in sizes for found in with_flags(config, FLAGS))
 
 
-def last_variants() -> list[BackwardSyncKernelConfig]:
-    """Return the last step's config in bf16 with each flag alone, and with all; and one config of
-    each other head size."""
+def listed_variants() -> list[BackwardSyncKernelConfig]:
+    """Return, of the preferred step and of the last, the config in bf16 with each flag alone, and
+    with all; and one config of each other head size."""
     last = [*BACKWARD_SYNC.steps.values()][-1]
-    own = BACKWARD_SYNC.fixed_config(last, Element.BF16)
+    return [config for step in (BACKWARD_SYNC.preferred, last) for config in _listed_variants(step)]
+
+
+def _listed_variants(step: Step) -> list[BackwardSyncKernelConfig]:
+    own = BACKWARD_SYNC.fixed_config(step, Element.BF16)
     *fewer, every = with_flags(own, FLAGS)
     alone = (config for config in fewer if len(differing_fields(config, own)) < 2)
     others = (
-        BACKWARD_SYNC.fixed_config(last, dtype).of_size(d_head).replace(**flags)
+        BACKWARD_SYNC.fixed_config(step, dtype).of_size(d_head).replace(**flags)
         for d_head, (dtype, flags) in _LISTED.items()
     )
     return [*alone, every, *others]
@@ -388,6 +392,12 @@ BACKWARD_SYNC = Family(
                 **dict.fromkeys(FLAGS, (False,)),
             },
         ),
+        StepEntry(
+            "own_rows_in_registers",
+            "a warp's rows of its thread block's tiles stay in registers",
+            _file(2),
+            traits=frozenset({UNMEASURED}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV), ARGUMENTS)),
@@ -395,6 +405,6 @@ BACKWARD_SYNC = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=6_000_000,
-    matrix_budget=16_000_000,
-    also_listed=last_variants,
+    matrix_budget=24_000_000,
+    also_listed=listed_variants,
 )

@@ -25,6 +25,10 @@ FAULTS = {
         "p1", BF16, EPILOGUE, r"mul\.f32", swap(r"mul\.f32\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), quantity="dk", kernel="dkdv_kernel",
     ),
+    "p2: a warp reads its rows before the other warps have copied them": Fault(
+        "p2", BF16, PROLOGUE, BARRIER, drop, nth(0), RaceError, "ldmatrix_x4(",
+        kernel="dkdv_kernel",
+    ),
     "b1: P^T and dS^T are not handed over to the asynchronous proxy": Fault(
         "b1", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError,
         "store_transposed", kernel="dkdv_kernel",
