@@ -7,9 +7,9 @@ in the order in which the kernel takes them. Every value is float64 until it is 
 
 A quantity may differ by what roundings do to it. S, dP, delta and the LSE may differ as S of the
 forward pass (`attention_forward.trace.compare`), P by what S and the LSE add to its exponent. A
-factor carries that, and the error of dP - delta, which may cancel; it differs by a unit in the last
-place of the dtype, and dS by half of one more, since a kernel may find it from a rounded P. Sums
-differ by what the errors of their factors add up to.
+factor carries that, and differs by a unit in the last place of the dtype. dS also carries the
+rounding of P, and the error of dP - delta, which may cancel. Sums differ by what the errors of
+their factors add up to.
 """
 
 from __future__ import annotations
@@ -96,12 +96,14 @@ class Blockwise:
         exponents = S.abs().amax(-1, keepdim=True) * problem.softmax_scale + lse.abs() / _LOG2_E
         of_P = P * fp32 * (1 + exponents.nan_to_num(posinf=0.0)) + torch.finfo(torch.float32).tiny
         found["P"] = Expected(P, of_P)
-        of_dS = of_P * factor_of_P.abs() + P * (found["dP"].allowed + found["delta"].allowed)
         limits = torch.finfo(self._dtype)
+        # a kernel may find dS from the rounded P
+        of_dS = (of_P + (P + limits.tiny) * (limits.eps / 2)) * factor_of_P.abs()
+        of_dS += P * (found["dP"].allowed + found["delta"].allowed)
         for name, factor in SUMS.values():
-            x, before, ulps = (P, of_P, 1.0) if factor == "P" else (P * factor_of_P, of_dS, 1.5)
+            x, before = (P, of_P) if factor == "P" else (P * factor_of_P, of_dS)
             x = x.where(self.visible, 0.0).to(self._dtype).double()
-            allowed = before.where(self.visible, 0.0) + (x.abs() + limits.tiny) * ulps * limits.eps
+            allowed = before.where(self.visible, 0.0) + (x.abs() + limits.tiny) * limits.eps
             found[FACTORS[name]] = Expected(x, allowed)
         return found
 
