@@ -28,6 +28,9 @@ struct BackwardSyncKernelConfig {
     // Columns of S and dP that a warp of dkdv_kernel has at a time. Where rows are held, fewer cost
     // nothing; where they are not, each part reads them.
     constexpr int part() const { return holds_rows() ? 16 : B_c; }
+    // Blocks of its walk that a thread block has in shared memory from p3 on. Two fit where rows
+    // are held, since they take the place of the tiles of B_r.
+    constexpr int stages() const { return holds_rows() ? 2 : 1; }
     friend auto operator<=>(const BackwardSyncKernelConfig &,
                             const BackwardSyncKernelConfig &) = default;
 };

@@ -13,6 +13,13 @@
 #include "mma_tiles.cuh"
 #include "numeric.cuh"
 
+// Starts a copy of 8 bytes, which reads src_bytes (0 or 8) and writes zeros for the rest.
+__device__ __forceinline__ void cp_async_8(uint32_t dst_smem, const void *src_gmem, int src_bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst_smem), "l"(src_gmem),
+                 "r"(src_bytes)
+                 : "memory");
+}
+
 // A tile in its sequence, which has n_rows and n_columns and begins at row_begin and column_begin
 // of the tensors.
 struct Tile {

@@ -68,6 +68,7 @@ STATISTICS_BYTES = 8
 MAX_ROWS = MAX_LENGTH // 4
 DELTA_THREADS = 128
 WIDE_HEAD = 128  # of wider heads two warps share 16 rows of dK and dV
+RING = "ring"  # a trait: a block is copied while another is multiplied
 
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
 _WRITTEN = {DQ: frozenset({"dq"}), DKDV: frozenset({"dk", "dv"})}
@@ -138,11 +139,6 @@ class BackwardSyncKernelConfig(Config):
         return self.block(DKDV)[1]
 
     @property
-    def _tile_bytes(self) -> int:
-        """Bytes of two tiles of B_r rows and two of B_c."""
-        return 2 * (self.B_r + self.B_c) * self.d_head * ELEMENT_BYTES
-
-    @property
     def delta_rows(self) -> int:
         """Queries of one block of delta_kernel: a lane has 16 bytes of a row, and a row a power of
         two of lanes."""
@@ -153,11 +149,13 @@ class BackwardSyncKernelConfig(Config):
         """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
         if kernel == DELTA:
             return DELTA_THREADS, 0
-        if kernel == DQ:
-            return self.B_r // MMA_M * gpu.WARP, self._tile_bytes
-        column_warps = 2 if self.d_head > WIDE_HEAD else 1
-        statistics = self.B_c * STATISTICS_BYTES
-        return self.B_r // MMA_M * column_warps * gpu.WARP, self._tile_bytes + statistics
+        own, block = (2 * rows * self.d_head * ELEMENT_BYTES for rows in (self.B_r, self.B_c))
+        warps = self.B_r // MMA_M
+        if kernel == DKDV:
+            block += self.B_c * STATISTICS_BYTES
+            warps *= 2 if self.d_head > WIDE_HEAD else 1
+        has_ring = RING in self.step.traits and self.d_head <= WIDE_HEAD
+        return warps * gpu.WARP, max(own, 2 * block) if has_ring else own + block
 
     def tiles(self, kernel: str) -> tuple[int, int]:
         """Return the rows of a thread block of a kernel that multiplies, and the rows of the blocks
@@ -397,6 +395,12 @@ BACKWARD_SYNC = Family(
             "a warp's rows of its thread block's tiles stay in registers",
             _file(2),
             traits=frozenset({UNMEASURED}),
+        ),
+        StepEntry(
+            "next_block_in_flight",
+            "the next block is copied while a block is multiplied",
+            _file(3),
+            traits=frozenset({RING}),
         ),
     ),
     targets=TARGETS,

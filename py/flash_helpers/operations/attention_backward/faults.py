@@ -9,7 +9,7 @@ from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
-from flash_helpers.ptx import DeadlockError, Phase, ProxyError, RaceError
+from flash_helpers.ptx import DeadlockError, PendingCopyError, Phase, ProxyError, RaceError
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 BF16 = Element.BF16
@@ -28,6 +28,10 @@ FAULTS = {
     "p2: a warp reads its rows before the other warps have copied them": Fault(
         "p2", BF16, PROLOGUE, BARRIER, drop, nth(0), RaceError, "ldmatrix_x4(",
         kernel="dkdv_kernel",
+    ),
+    "p3: the block that is multiplied may still be in flight": Fault(
+        "p3", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
+        "ldmatrix_x4(", kernel="dkdv_kernel",
     ),
     "b1: P^T and dS^T are not handed over to the asynchronous proxy": Fault(
         "b1", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError,
