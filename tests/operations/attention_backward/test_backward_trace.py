@@ -81,9 +81,8 @@ class TestEveryQuantityOfEveryKernelAgrees:
         for kernel in found.traced:
             own_sums = [name for name in FACTORS if name in kernel.record.values]
             names = [*READ, *own_sums, *(FACTORS[name] for name in own_sums)]
-            # S and dP of some steps begin with the LSE and delta, which no instruction subtracts
-            assert {*kernel.record.values} | {"LSE", "delta"} == {*names}
-            assert all(is_complete(kernel, name) for name in kernel.record.values)
+            assert {*kernel.record.values} == {*names}
+            assert all(is_complete(kernel, name) for name in names)
 
     @each(c for c in CONFIGS if c not in PLAIN)
     def test_with_what_is_compiled_in(self, config):
@@ -154,21 +153,6 @@ def test_the_blockwise_outputs_are_the_gradients(options):
     for name, output in found.items():
         error = measure_error(output.values.to(torch.bfloat16), right.expected[name])
         assert error.within(right.bounds[name])
-
-
-def test_without_subtractions_scores_begin_with_the_statistics():
-    problem = AttentionBackward(1, 1, 50, dtype=BF16)
-    inputs = draw("normal", problem)
-    blockwise, record = Blockwise(problem, inputs), Record(problem)
-    found = blockwise.scores_of(record)
-    logits = found["S"].values * problem.softmax_scale
-    assert torch.allclose(logits.exp(), blockwise.scores["P"].values)
-    delta = (inputs["do"].double() * inputs["o"].double()).sum(-1).transpose(1, 2)
-    begun = found["dP"].values + delta[..., None]
-    assert torch.allclose(begun, blockwise.scores["dP"].values)
-    for name in ("LSE", "delta"):
-        record.array(name)
-    assert blockwise.scores_of(record) == blockwise.scores
 
 
 # -- wrong kernels ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_backward.trace.recorder import (
+    BEGINS,
     CELL,
     FACTORS,
     NONE,
@@ -108,17 +109,14 @@ class Blockwise:
         return found
 
     def scores_of(self, record: Record) -> dict[str, Expected]:
-        """Return the scores of a kernel by its record. Where it subtracts no LSE from exponents, S
-        begins with -LSE / softmax_scale; where it subtracts no delta, dP begins with -delta."""
+        """Return the scores of a kernel by its record. Where accumulators begin with the LSE or
+        delta, fp32 has fewer digits for the products."""
         found = dict(self.scores)
-        for name, begin, scale in (
-            ("S", "LSE", self._problem.softmax_scale * _LOG2_E),
-            ("dP", "delta", 1),
-        ):
-            if begin not in record.values:
-                first, own = found[begin].values / scale, found[name]
-                least = first.abs().nan_to_num(posinf=0.0) * FP32_TOLERANCE["S"]
-                found[name] = Expected(own.values - first, own.allowed + least)
+        for name in record.begun:
+            scale = self._problem.softmax_scale * _LOG2_E if name == "S" else 1.0
+            begin = found[BEGINS[name]].values.abs().nan_to_num(posinf=0.0) / scale
+            allowed = found[name].allowed + begin * FP32_TOLERANCE["S"]
+            found[name] = Expected(found[name].values, allowed)
         return found
 
     def sums(self, name: str, record: Record, together: int) -> Expected:

@@ -7,9 +7,9 @@ that brought their rows (`shared_rows`). The rows of a computed factor are those
 it follows from, in registers or by way of shared memory.
 
 The LSE is the subtrahend in the exponents of S, P the exponential, delta the subtrahend of dP.
-Where `wgmma` add the products to -LSE / softmax_scale or to -delta, these are read from the
-accumulators, and S and dP are the products alone. No line of the source and no order of products
-is named.
+Where a kernel subtracts neither, since it adds the products to -LSE / softmax_scale or to -delta,
+these are read from the accumulators, and S and dP are what the products add. No line of the source
+and no order of products is named.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ FACTORS = {name: f"{factor} of {name}" for name, factor in SUMS.values()}
 BESIDE = {"Q": "S", "K": "S", "LSE": "S", "P": "S", "dO": "dP", "V": "dP", "delta": "dP"}
 """Quantities that come with a product, and its result."""
 
-_ROUNDING = 2.0**-40
-"""Of products in float64, relative."""
+BEGINS = {"S": "LSE", "dP": "delta"}
+"""By product, what its accumulators may begin with."""
 
 _WITHOUT_SOURCE = ("ld", "ldmatrix", "shfl", "atom", "setp")
 """Instructions whose result is not followed to what they read."""
@@ -93,12 +93,14 @@ class Record:
     `values`: by quantity, one array for each warp that has the same part. `warps`: by product
     (`BESIDE`), (batch, heads, cells of queries, cells of keys): the warp that computed it, or NONE.
     `turns`: of S and of sums, the same shape: a number that grows in the order of the products.
+    `begun`: of S and dP those whose accumulators begin with a number (`BEGINS`).
     """
 
     problem: AttentionBackward
     values: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     warps: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     turns: dict[str, np.ndarray] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
 
     @property
     def cells(self) -> tuple[int, int, int, int]:
@@ -273,8 +275,11 @@ class Recorder:
         self._turn = 0
         # By block and warp: the places of products, by line.
         self._places: dict[tuple[Block, int], dict[int, Place]] = defaultdict(dict)
-        # By block, warp and S or dP: the products so far of one that does not begin with 0.
-        self._products: dict[tuple[Block, int, str], np.ndarray] = {}
+        # S or dP from which no instruction subtracts the LSE or delta; and by block, warp, product
+        # and first column, what its accumulators began with.
+        read = {read.name for reads in self._plan.reads.values() for read in reads}
+        self._begin_with = {score for score, name in BEGINS.items() if name not in read}
+        self._begun: dict[tuple[Block, int, str, int], np.ndarray] = {}
         # Places of what was stored in shared memory, by the number that its chunks have there.
         self._stored: dict[int, Place] = {}
         # By block, warp and line of an ldmatrix: its turn and its chunks.
@@ -463,33 +468,28 @@ class Recorder:
             depth = slice(column, column + matrix.shape[1])
             for cell in np.unique(other[other != NONE] // CELL):
                 array[batch, head, own[known], cell, depth] = matrix[known]
-        if line not in self._plan.b:  # a wgmma
-            d = self._products_alone((block, warp, score), matrices, column, place)
+        if score in self._begin_with:
+            d = d - self._begin((block, warp, score, int(columns[0])), d, a @ b, column, place)
         self._put_matrix(score, place, d)
 
-    def _products_alone(
+    def _begin(
         self,
-        of: tuple[Block, int, str],
-        matrices: tuple[np.ndarray, np.ndarray, np.ndarray],
+        of: tuple[Block, int, str, int],
+        d: np.ndarray,
+        product: np.ndarray,
         column: int,
         place: Place,
     ) -> np.ndarray:
-        """S or dP without what its accumulators began with, which is recorded. `of`: block, warp, S
-        or dP. `column`: of the first element along the depth."""
-        a, b, d = matrices
-        product = a @ b
+        """Record, and return, what the accumulators of S or dP began with. `d`: what they are after
+        this step, which adds `product`. `column`: of the step's first element along the depth."""
         if column == 0:
-            begin = d - product
-            self._products.pop(of, None)
-            if not (np.abs(begin) <= _ROUNDING * np.abs(product).max()).all():
-                self._products[of] = np.zeros_like(product)
-                is_S = of[2] == "S"
-                scale = self.record.problem.softmax_scale / math.log(2) if is_S else 1.0
-                self._put_matrix("LSE" if is_S else "delta", place, -begin * scale)
-        if of not in self._products:
-            return d
-        self._products[of] = self._products[of] + product
-        return self._products[of]
+            self._begun[of] = before = d - product
+            score, scale = of[2], 1.0
+            if score == "S":
+                scale = self.record.problem.softmax_scale / math.log(2)
+            self._put_matrix(BEGINS[score], place, -before * scale)
+            self.record.begun.add(score)
+        return self._begun[of]
 
     def _add(
         self,
