@@ -336,6 +336,11 @@ BACKWARD = Family(
             _file(7),
             traits=frozenset({STATISTICS_FIRST}),
         ),
+        StepEntry(
+            "next_s_early",
+            "S of the next block is issued before dK, beside which its exponentials run",
+            _file(8),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),

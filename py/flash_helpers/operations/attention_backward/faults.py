@@ -9,7 +9,14 @@ from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
-from flash_helpers.ptx import DeadlockError, PendingCopyError, Phase, ProxyError, RaceError
+from flash_helpers.ptx import (
+    DeadlockError,
+    PendingCopyError,
+    Phase,
+    ProxyError,
+    RaceError,
+    WgmmaRegisterError,
+)
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 BF16 = Element.BF16
@@ -63,6 +70,10 @@ FAULTS = {
     "b7: the first product replaces what dP begins with": Fault(
         "b7", BF16, MAIN_LOOP, r"setp\.ne\.b32 accumulates", swap(r"accumulates, \S+ 0;",
         "accumulates, 0, 0;"), nth(8), quantity="delta", kernel="gradients_kernel",
+    ),
+    "b8: the exponentials of S do not wait for it": Fault(
+        "b8", BF16, MAIN_LOOP, r"wgmma\.wait_group\S* 1;", swap(r" 1;", " 2;"), nth(0),
+        WgmmaRegisterError, "exp2_approx", kernel="gradients_kernel",
     ),
 }  # fmt: skip
 

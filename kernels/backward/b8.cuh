@@ -1,0 +1,370 @@
+#pragma once
+// Step 8 of the backward family: the next S early. Parent: b7.
+//
+// What changed
+//   1. A warpgroup issues S of the next block before dK of this one, and waits for S alone. The
+//      exponentials of the next block run beside dK's product.
+//   2. A slot of Q and dO is given back in the next block, when dK has been waited for.
+//   3. Behind the exponentials stands a warp barrier whose mask comes from P, as in h18. Without it
+//      ptxas puts 31 of the 32 exponentials behind the wait for dK.
+//
+// Why: b7 waits for S with nothing else in flight, and computes exponentials with nothing in
+// flight, about 256 and 300 cycles of a warpgroup's block. Now dK stands behind S in the queue of
+// the tensor cores, and its 256 cycles have the exponentials beside them. S, dK and dV are 160
+// accumulators and dS has 16 registers, as many as dP, dK, dV and P.
+// Expected: 540 TFLOP/s at length 8192 instead of 490.
+//
+// benchmark:begin
+// benchmark:end
+// Verdict: not measured yet.
+//
+// Phases of gradients_kernel
+//   1. barriers
+//   2. the third warpgroup: K, V, Q_i, dO_i, LSE, delta: global → shared; dQ_i += dS_i @ K
+//   3. S^T = K @ Q^T - LSE, of the next block
+//   4. P = 2^S
+//   5. dP^T = V @ dO^T - delta, dV += P^T @ dO
+//   6. dS = P · dP: registers → shared
+//   7. dK += dS^T @ Q
+//   8. dV, dK · softmax_scale: registers → shared → global
+
+#include "kernels/backward/parts.cuh"
+
+namespace b8 {
+
+constexpr int kScoreSlots = 2; // of dS
+constexpr uint32_t kStatisticsBytes = 2 * kWgmmaM * sizeof(float); // of 64 queries
+
+// The first values of sums whose columns are queries: columns 8n + 2t and 8n + 2t + 1 of a lane.
+template <int kCount>
+__device__ __forceinline__ void begin(float (&D_rmem)[kCount], const float *of_queries) {
+    const float2 *pairs = reinterpret_cast<const float2 *>(of_queries) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 pair = pairs[i];
+        D_rmem[i] = D_rmem[i + 2] = pair.x;
+        D_rmem[i + 1] = D_rmem[i + 3] = pair.y;
+    }
+}
+
+// 4. P = 2^(S · scale) in the place of S.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        S_rmem[i] = exp2_approx(S_rmem[i] * scale);
+    }
+}
+
+// Keeps all of P before what follows: a warp barrier whose mask comes from P, as in h18. No P has a
+// sign, so the mask is always all lanes, but ptxas cannot know that.
+template <int kCount>
+__device__ __forceinline__ void keep_before(const float (&P_rmem)[kCount]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        bits |= __float_as_uint(P_rmem[i]);
+    }
+    __syncwarp(__ballot_sync(0xffffffff, int(bits) >= 0));
+}
+
+// 6. dS = P · dP in the place of dP. P_rmem[k][i] has P of 8k + 2i and 8k + 2i + 1.
+template <DType kDType, int kSteps>
+__device__ __forceinline__ void weigh(const uint32_t (&P_rmem)[kSteps][4],
+                                      float (&dP_rmem)[8 * kSteps]) {
+#pragma unroll
+    for (int i = 0; i < 8 * kSteps; ++i) {
+        dP_rmem[i] *= to_float<kDType>(Element(P_rmem[i / 8][i / 2 % 4] >> i % 2 * 16));
+    }
+}
+
+// Loads a tile of each of two tensors into the next slot of a ring, once it is empty, and the
+// statistics of its queries.
+template <uint32_t kBytes, int kSlots>
+__device__ __forceinline__ void load_pair(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
+                                          uint32_t slots_smem, const CUtensorMap &one,
+                                          const CUtensorMap &other, TilePlace place,
+                                          uint32_t statistics_smem, const float *statistics) {
+    const uint32_t slot_smem = slots_smem + ring.slot * 2 * kBytes;
+    barrier_wait(ring.barrier(empty), ring.lap ^ 1);
+    barrier_expect(ring.barrier(full), 2 * kBytes + kStatisticsBytes);
+    tma_load_tile(slot_smem, one, ring.barrier(full), place);
+    tma_load_tile(slot_smem + kBytes, other, ring.barrier(full), place);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+                 "%2, [%3];" ::"r"(statistics_smem + ring.slot * kStatisticsBytes),
+                 "l"(statistics), "n"(kStatisticsBytes), "r"(ring.barrier(full))
+                 : "memory");
+    ring.advance();
+}
+
+// Gives a slot back, which the wgmma of this warp's rows no longer read, or hands one over.
+template <int kSlots>
+__device__ __forceinline__ void release(Ring<kSlots> &ring, uint32_t empty, int lane) {
+    if (lane == 0) {
+        barrier_arrive(ring.barrier(empty));
+    }
+    ring.advance();
+}
+
+// The sums of dQ of the 64 queries from `row` on, for a thread of a warpgroup: its 64 accumulators
+// in groups of 4. The four of neighbouring threads are neighbours, so that a warp has 512 bytes.
+__device__ __forceinline__ float4 *sums_of(const BackwardKernelArgs &args, int64_t row) {
+    return reinterpret_cast<float4 *>(args.dQ_sums + row * kDHead) + threadIdx.x % kWarpgroup;
+}
+
+// Adds a warpgroup's accumulators to the sums.
+template <int kCount>
+__device__ __forceinline__ void add(float4 *sums, const float (&D)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        asm volatile(
+            "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i / 4 * kWarpgroup),
+            "f"(D[i]), "f"(D[i + 1]), "f"(D[i + 2]), "f"(D[i + 3])
+            : "memory");
+    }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kDeltaThreads)
+    delta_kernel(const __grid_constant__ BackwardKernelArgs args) {
+    constexpr int kFours = kDeltaRows * kDHead / 4;
+    float4 *sums = reinterpret_cast<float4 *>(args.dQ_sums) + int64_t(blockIdx.x) * kFours;
+#pragma unroll
+    for (int i = 0; i < kFours; i += kDeltaThreads) {
+        store_gmem_16(sums + i + threadIdx.x, make_uint4(0, 0, 0, 0));
+    }
+    const TilePlace place = delta_place(args);
+    const float delta = row_delta<Config::value.dtype>(args, place);
+    if (threadIdx.x % kDeltaLanes == 0) {
+        const int64_t row = row_index(args, place);
+        float *statistics = args.statistics + row / kWgmmaM * 2 * kWgmmaM + row % kWgmmaM;
+        statistics[0] = -load_lse(args, row) / args.scale;
+        statistics[kWgmmaM] = -delta;
+    }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kWarpgroup)
+    convert_kernel(const __grid_constant__ BackwardKernelArgs args) {
+    constexpr BackwardKernelConfig cfg = Config::value;
+    extern __shared__ __align__(kPatternBytes) Element smem[]; // (B_r, d_head)
+    const TilePlace place = own_place<cfg.B_r>(args.len_q, args.heads);
+    const float4 *sums = sums_of(args, row_index(args, place));
+    float dQ_rmem[kDHead / 2];
+#pragma unroll
+    for (int i = 0; i < kDHead / 8; ++i) {
+        const float4 four = sums[i * kWarpgroup];
+        dQ_rmem[4 * i] = four.x, dQ_rmem[4 * i + 1] = four.y;
+        dQ_rmem[4 * i + 2] = four.z, dQ_rmem[4 * i + 3] = four.w;
+    }
+    store_rows<cfg.dtype, cfg.B_r>(args.dQ, place, smem_address(smem), threadIdx.x / 32 * kWarpRows,
+                                   dQ_rmem, args.softmax_scale);
+    tma_store_wait_read(); // after its end another thread block may have this memory
+}
+
+template <typename Config>
+__global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup, 1)
+    gradients_kernel(const __grid_constant__ BackwardKernelArgs args) {
+    constexpr BackwardKernelConfig cfg = Config::value;
+    static_assert(cfg.d_head == kDHead, "the kernels are written for d_head 128");
+    static_assert(cfg.B_r == kWgmmaM, "the queries of the third warpgroup");
+
+    constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
+    constexpr int kConsumers = B_c / kWgmmaM, kQuerySteps = B_r / kWgmmaK;
+    constexpr int kKeySteps = B_c / kWgmmaK;
+    constexpr uint32_t kScoreBytes = kConsumers * piece_bytes(B_r);
+
+    extern __shared__ __align__(kPatternBytes) Element smem[];
+    const uint32_t K_smem = smem_address(smem); // (B_c, d_head)
+    const uint32_t V_smem = K_smem + kTileBytes<B_c>; // (B_c, d_head)
+    const uint32_t QdO_smem = V_smem + kTileBytes<B_c>; // (slots, 2, B_r, d_head)
+    const uint32_t dS_smem = QdO_smem + cfg.slots * 2 * kTileBytes<B_r>; // (slots, B_r, B_c)
+    const uint32_t statistics_smem = dS_smem + kScoreSlots * kScoreBytes; // (slots, 2, B_r)
+    const uint32_t own_full = statistics_smem + cfg.slots * kStatisticsBytes;
+    const uint32_t full = own_full + kBarrierBytes; // one per slot, like the others
+    const uint32_t empty = full + cfg.slots * kBarrierBytes;
+    const uint32_t dS_full = empty + cfg.slots * kBarrierBytes;
+    const uint32_t dS_empty = dS_full + kScoreSlots * kBarrierBytes;
+
+    const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * kWarpRows;
+    const int q_blocks = args.len_q / B_r;
+    const TilePlace place = own_place<B_c>(args.len_k, args.heads / args.heads_per_kv);
+    const TilePlace first = {0, place.head * args.heads_per_kv, place.batch}; // of the queries
+    // The queries of all heads that share these keys; in LSE and delta they follow each other.
+    const int blocks = q_blocks * args.heads_per_kv;
+    Ring<cfg.slots> ring;
+    Ring<kScoreSlots> dS_ring;
+
+    // 1. barriers
+    if (threadIdx.x == 0) {
+        barrier_init(own_full, 1);
+        ring.init_barriers(full, empty, B_c / kWarpRows); // by one arrival per warp
+        for (int i = 0; i < kScoreSlots; ++i) {
+            barrier_init(dS_full + i * kBarrierBytes, B_c / kWarpRows);
+            barrier_init(dS_empty + i * kBarrierBytes, kWarpgroup / 32);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads(); // no thread waits at a barrier that is not initialised
+
+    const uint32_t dS_0 = wgmma_descriptor(dS_smem);
+    const uint32_t K_rows = wgmma_descriptor(K_smem, piece_bytes(B_c));
+
+    // 2. the third warpgroup: K, V, Q_i, dO_i, LSE, delta: global → shared; dQ_i += dS_i @ K
+    if (warpgroup == kConsumers) {
+        give_registers<72>();
+        const bool loads = threadIdx.x == kConsumers * kWarpgroup;
+        if (loads) {
+            barrier_expect(own_full, 2 * kTileBytes<B_c>);
+            tma_load_tile(K_smem, args.K, own_full, place);
+            tma_load_tile(V_smem, args.V, own_full, place);
+        }
+        float dQ_rmem[kPiece / 2];
+        for (int i = 1 - cfg.slots; i < blocks; ++i) {
+            if (i >= 0) {
+                barrier_wait(dS_ring.barrier(dS_full), dS_ring.lap);
+            }
+            if (const int next = i + cfg.slots - 1; loads && next < blocks) {
+                const TilePlace Q_place = {next % q_blocks * B_r, first.head + next / q_blocks,
+                                           place.batch};
+                load_pair<kTileBytes<B_r>>(ring, full, empty, QdO_smem, args.Q, args.dO, Q_place,
+                                           statistics_smem,
+                                           args.statistics + 2 * row_index(args, Q_place));
+            }
+            __syncwarp(); // wgmma takes whole warps
+            if (i < 0) {
+                continue; // nothing but loads
+            }
+            const uint32_t dS = warp_uniform(dS_0 + dS_ring.slot * (kScoreBytes / 16));
+            float4 *sums = sums_of(args, row_index(args, first) + int64_t(i) * B_r);
+#pragma unroll
+            for (int piece = 0; piece < kDPieces; ++piece, sums += kPiece / 8 * kWarpgroup) {
+                hold(dQ_rmem);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < kKeySteps; ++k) {
+                    const uint32_t K = K_rows + piece * (piece_bytes(B_c) / 16) + row_step(k);
+                    wgmma<cfg.dtype, true>(dQ_rmem, dS + column_step<B_r>(k), K, k > 0);
+                }
+                wgmma_commit();
+                wgmma_wait<0>();
+                hold(dQ_rmem);
+                add(sums, dQ_rmem);
+            }
+            release(dS_ring, dS_empty, lane);
+        }
+        return;
+    }
+    take_registers<216>();
+
+    const uint32_t own = warp_uniform(warpgroup * (piece_bytes(kWgmmaM) / 16));
+    const uint32_t K = wgmma_descriptor(K_smem) + own, V = wgmma_descriptor(V_smem) + own;
+    const uint32_t Q_0 = wgmma_descriptor(QdO_smem);
+    const uint32_t Q_rows_0 = wgmma_descriptor(QdO_smem, piece_bytes(B_r));
+    const uint32_t dS_own_smem = dS_smem + warpgroup * piece_bytes(B_r);
+    float S_rmem[B_r / 2], dP_rmem[B_r / 2], dK_rmem[kDHead / 2] = {}, dV_rmem[kDHead / 2] = {};
+    uint32_t P_rmem[kQuerySteps][4], dS_rmem[kQuerySteps][4]; // transposed, as S and dP are
+    const float *statistics =
+        reinterpret_cast<const float *>(smem) + (statistics_smem - K_smem) / 4;
+
+    // 3. S^T = K @ Q^T - LSE, of the next block
+    Ring<cfg.slots> next; // ring or one slot ahead of it
+    auto multiply_S = [&] {
+        const uint32_t Q = Q_0 + warp_uniform(next.slot * (2 * kTileBytes<B_r> / 16));
+        barrier_wait(next.barrier(full), next.lap);
+        begin(S_rmem, statistics + next.slot * 2 * B_r);
+        hold(S_rmem);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDSteps; ++k) {
+            wgmma<cfg.dtype>(S_rmem, K + column_step<B_c>(k), Q + column_step<B_r>(k), true);
+        }
+        wgmma_commit();
+    };
+    barrier_wait(own_full, 0);
+    multiply_S();
+    wgmma_wait<0>();
+    hold(S_rmem);
+
+    for (int i = 0; i < blocks; ++i) {
+        // 4. P = 2^S, beside dK of the block before
+        exponentiate(S_rmem, args.scale);
+        keep_before(S_rmem);
+        wgmma_wait<0>();
+        hold(dK_rmem);
+        hold(dS_rmem);
+        if (i > 0) {
+            release(ring, empty, lane);
+        }
+        const uint32_t slot = warp_uniform(ring.slot * (2 * kTileBytes<B_r> / 16));
+        const uint32_t dO = Q_0 + slot + kTileBytes<B_r> / 16;
+        const uint32_t Q_rows = Q_rows_0 + slot, dO_rows = Q_rows + kTileBytes<B_r> / 16;
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; ++k) {
+            pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
+        }
+
+        // 5. dP^T = V @ dO^T - delta, dV += P^T @ dO
+        begin(dP_rmem, statistics + ring.slot * 2 * B_r + B_r);
+        hold(dP_rmem);
+        hold(dV_rmem);
+        hold(P_rmem);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDSteps; ++k) {
+            wgmma<cfg.dtype>(dP_rmem, V + column_step<B_c>(k), dO + column_step<B_r>(k), true);
+        }
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; ++k) {
+            wgmma<cfg.dtype>(dV_rmem, P_rmem[k], dO_rows + row_step(k), true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(dP_rmem);
+        hold(dV_rmem);
+        hold(P_rmem);
+
+        // 6. dS = P · dP: registers → shared
+        weigh<cfg.dtype>(P_rmem, dP_rmem);
+        barrier_wait(dS_ring.barrier(dS_empty), dS_ring.lap ^ 1);
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; ++k) {
+            pack_fragment<cfg.dtype>(dS_rmem[k], dP_rmem, k);
+            store_transposed<B_r>(dS_own_smem + dS_ring.slot * kScoreBytes, warp_row % kWgmmaM, k,
+                                  dS_rmem[k]);
+        }
+        fence_async_proxy();
+        __syncwarp(); // one lane arrives for what all lanes have written
+        release(dS_ring, dS_full, lane);
+
+        // 3. S^T of the next block; after the last once more, for nothing
+        if (i + 1 < blocks) {
+            next.advance();
+        }
+        multiply_S();
+
+        // 7. dK += dS^T @ Q
+        hold(dK_rmem);
+        hold(dS_rmem);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; ++k) {
+            wgmma<cfg.dtype>(dK_rmem, dS_rmem[k], Q_rows + row_step(k), true);
+        }
+        wgmma_commit();
+        wgmma_wait<1>(); // S
+        hold(S_rmem);
+    }
+    wgmma_wait<0>();
+    hold(dK_rmem);
+    hold(dS_rmem);
+
+    // 8. dV, dK · softmax_scale: registers → shared → global; each warp through its rows of V and K
+    store_rows<cfg.dtype, B_c>(args.dV, place, V_smem, warp_row, dV_rmem, 1);
+    wait_until_empty(dS_ring, dS_empty); // then the third warpgroup no longer reads K
+    store_rows<cfg.dtype, B_c>(args.dK, place, K_smem, warp_row, dK_rmem, args.softmax_scale);
+    tma_store_wait_read(); // after its end another thread block may have this memory
+}
+
+} // namespace b8
