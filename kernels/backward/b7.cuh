@@ -7,8 +7,7 @@
 //   2. delta_kernel stores these numbers, 64 of each for a block of queries, and a bulk copy brings
 //      them with Q and dO.
 //   3. dV's product is issued with dP's. Behind dS, ptxas finds no registers for it beside sums
-//   that
-//      begin with a number, and serialises all wgmma (C7512).
+//      that begin with a number, and serialises all wgmma (C7512).
 //
 // Why: for each block a lane of b6 loaded LSE and delta of 16 queries from global memory, 32 loads
 // of 4 bytes, and computed -infinity and the logarithm to base 2 again. It kept them in 32
