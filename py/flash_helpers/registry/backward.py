@@ -348,5 +348,5 @@ BACKWARD = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=4_000_000,
-    matrix_budget=8_000_000,
+    matrix_budget=11_000_000,
 )
