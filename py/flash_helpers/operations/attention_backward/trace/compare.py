@@ -176,7 +176,7 @@ class Comparison:
 
     def _there(self, kernel: Traced, name: str, copy: int = 0) -> np.ndarray:
         """Which elements of a quantity a kernel has, or should have, since a query sees their key.
-        What no query of a tile sees may be left out, or be zeros that no copy brings."""
+        Keys that no query of a tile sees may be left out, or be zeros that no copy brings."""
         got = kernel.record.values[name][copy]
         computed = in_cells(name, kernel.record.warps_of(name, copy) != NONE, got.shape)
         needed = _seen(name, self.blockwise.visible.numpy())
