@@ -337,7 +337,7 @@ BACKWARD = Family(
             traits=frozenset({STATISTICS_FIRST}),
         ),
         StepEntry(
-            "next_s_early",
+            "early_scores",
             "S of the next block is issued before dK, beside which its exponentials run",
             _file(8),
         ),
