@@ -72,6 +72,21 @@ class TestFile:
         assert torch.equal(again_x, x)
         assert (again_x.stride(), again_y.stride()) == ((303, 1), (512, 1))
 
+    def test_holds_no_output_that_was_not_asked_for(self, logged, tmp_path, capsys):
+        """The memory of dK and dV holds anything, which is no result."""
+        q, k, v = (torch.randn(1, 18, 1, 64).half() for _ in range(3))
+        o = flash_attention.attention(q.requires_grad_(), k, v)
+        with calls_logged(logged):
+            o.sum().backward()
+        (path,) = tmp_path.glob("call_*[0-9].pt")
+        found = load_call(path).outputs
+        assert found is not None and [*found] == ["dq"]
+        text = (tmp_path / "calls.log").read_text()
+        assert "not asked for: dk, dv" in text
+        assert "dq: min" in text and "dk: min" not in text and "dv: min" not in text
+        assert replay.main([str(path)]) == 0
+        assert "dq: the same values" in capsys.readouterr().out
+
     def test_holds_the_options_of_attention(self, saved):
         q = torch.ones(1, 64, 1, 128, dtype=torch.float16)
         call = load_call(saved(ATTENTION, q, q, q))

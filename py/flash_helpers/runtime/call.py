@@ -162,7 +162,7 @@ class ReadyCall(NamedTuple):
         if plan.constants is not None:
             return _log.without_kernel(self.tensors)
         return _log.around(
-            LoggedCall(self.config, self.problem, plan.call, self.tensors, plan.device)
+            LoggedCall(self.config, self.problem, plan.call, self.tensors, plan.device, plan.wanted)
         )
 
 

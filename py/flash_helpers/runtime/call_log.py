@@ -105,13 +105,14 @@ class Destination:
 @dataclass(frozen=True)
 class LoggedCall:
     """A call that is about to run. `tensors`: by name, outputs included. `device`: the CUDA
-    device's number; None in the simulator."""
+    device's number; None in the simulator. `wanted`: outputs that are computed; None for all."""
 
     config: Config
     problem: Problem
     call: Call
     tensors: Mapping[str, torch.Tensor]
     device: int | None
+    wanted: frozenset[str] | None = None
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -120,8 +121,14 @@ class LoggedCall:
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Tensors that the kernel writes."""
+        """Tensors that the kernel writes, or would if they were wanted."""
         return {tensor.name: self.tensors[tensor.name] for tensor in self.problem.outputs}
+
+    @property
+    def computed(self) -> dict[str, torch.Tensor]:
+        """The outputs that are computed. Others hold anything."""
+        outputs = self.outputs
+        return {n: x for n, x in outputs.items() if self.wanted is None or n in self.wanted}
 
 
 @dataclass
@@ -173,7 +180,7 @@ class CallLog:
             self._write(number, [f"raised {type(error).__name__}: {error}"])
             raise
         if has_statistics:
-            self._write_statistics(number, call.outputs)
+            self._write_statistics(number, call.computed)
         if saved:
             self._save_outputs(number, saved, call)
 
@@ -224,7 +231,7 @@ class CallLog:
 
     def _save_outputs(self, number: int, path: Path, call: LoggedCall) -> None:
         try:
-            saved_calls.save_outputs(path, call.outputs)
+            saved_calls.save_outputs(path, call.computed)
         except (OSError, RuntimeError) as error:
             self._write(number, [f"outputs cannot be saved: {error}"])
 
@@ -267,6 +274,8 @@ def _details(call: LoggedCall) -> Iterator[str]:
     fields = [f"{k} {v}" for k, v in call.problem.record().items() if k != "operation"]
     yield f"problem: {', '.join(fields)}"
     yield from _layouts(call.tensors)
+    if unasked := call.outputs.keys() - call.computed.keys():
+        yield f"not asked for: {', '.join(sorted(unasked))}"
     for buffer in call.call.buffers:
         zeroed = ", zeroed" if buffer.zeroed else ""
         yield f"{buffer.name}: a buffer of {buffer.bytes} bytes{zeroed}"
