@@ -14,7 +14,11 @@ from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_backward.problems import DISTRIBUTIONS
 from flash_helpers.operations.attention_backward.reference import gradients_float64, reference
-from flash_helpers.operations.attention_forward.reference import hidden_keys, sequences_of
+from flash_helpers.operations.attention_forward.reference import (
+    attention_of,
+    hidden_keys,
+    sequences_of,
+)
 from flash_helpers.registry.problem import Element
 
 SMALL = AttentionBackward(2, 4, 40, 32)
@@ -99,6 +103,18 @@ def test_a_kernels_roundings_stay_within_the_bounds(name, distribution, dtype):
     for gradient, found in as_a_kernel(problem, inputs).items():
         error = measure_error(found, right.expected[gradient])
         assert error.within(right.bounds[gradient]), error.excess(right.bounds[gradient])
+
+
+def test_the_error_of_a_delta_adds_up_over_keys_that_are_alike():
+    """dP - delta sums up to 0, and the error of delta does not: dQ has it times the mean of K."""
+    problem = AttentionBackward(1, 4, 256, 64)
+    inputs = draw("normal", problem)
+    inputs["k"] += 8.0
+    o, lse = attention_of(problem, inputs)
+    inputs |= {"o": o.to(inputs["q"].dtype), "lse": lse.float()}
+    right = reference(problem, inputs)
+    error = measure_error(as_a_kernel(problem, inputs)["dq"], right.expected["dq"])
+    assert error.within(right.bounds["dq"]), error.excess(right.bounds["dq"])
 
 
 MISTAKES = {

@@ -15,17 +15,21 @@ or a single key per query all of dQ and dK does. A has, for each element, twice 
 of what a kernel's roundings to the dtype do to it, and u |R| for roundings that all point one way,
 as those of equal values. A kernel rounds P and dS before their products, O before it is read, and
 the gradients; the rest is float32. A rounding changes a value by a fraction of at most u, whose
-root mean square is at most r = u / sqrt(3), and independent ones add up by their squares. With
-squares element by element, t = r + c and f = t^2 + r^2 + s^2:
+root mean square is at most r = u / sqrt(3), and independent ones add up by their squares. The
+error of a query's delta is one and the same for all of its keys, so that in dQ it multiplies the
+sum over them. With squares element by element, t = r + c and f = t^2 + r^2 + s^2:
 
-    of dV^2   t^2 (P^T)^2 dO^2  +  r^2 dV^2
-    of dS^2   P^2 (f (dP - delta)^2  +  r^2 (dO^2 . O^2))
-    of dQ^2   softmax_scale^2 (of dS^2) K^2  +  r^2 dQ^2, and likewise of dK
+    of dV^2      t^2 (P^T)^2 dO^2  +  r^2 dV^2
+    of delta^2   r^2 (dO^2 . O^2)
+    of dS^2      P^2 f (dP - delta)^2
+    of dQ^2      softmax_scale^2 ((of dS^2) K^2  +  (of delta^2) (P' K)^2)  +  r^2 dQ^2
+    of dK^2      softmax_scale^2 (of dS^2  +  P^2 (of delta^2))^T Q^2  +  r^2 dK^2
 
-c and s are 0 without a softcap. With one, c is the error of the logarithm of P by the hardware's
-tanh (`attention_forward.reference`), and s = 2^-15 that of 1 - tanh^2, whose tanh is right to
-2^-16. Where ||A|| exceeds ||R||, as with a dQ of 0, the first line alone limits the error. Its last
-term is that of sums in float32, of 16 roundings of 2^-24: with one key, plain PyTorch may be exact.
+P' is P, and with a softcap P (1 - tanh^2). c and s are 0 without a softcap. With one, c is the
+error of the logarithm of P by the hardware's tanh (`attention_forward.reference`), and s = 2^-15
+that of 1 - tanh^2, whose tanh is right to 2^-16. Where ||A|| exceeds ||R||, as with a dQ of 0, the
+first line alone limits the error. Its last term is that of sums in float32, of 16 roundings of
+2^-24: with one key, plain PyTorch may be exact.
 """
 
 from __future__ import annotations
@@ -132,17 +136,17 @@ def _gradients(
             output = P @ V_some
             delta = (dO_some * output).sum(-1, keepdim=True)
             difference = dO_some @ V_some.mT - delta
-            dS = P * difference
-            if factor is not None:
-                dS *= factor
+            weights = P if factor is None else P * factor
+            dS = weights * difference
             dQ[some, rows] = (dS @ K_some).mul_(scale)
             dK[some] += (dS.mT @ Q_some).mul_(scale)
             dV[some] += P.mT @ dO_some
             if with_allowed:
-                cancelled = (dO_some * output).square().sum(-1, keepdim=True)
-                of_dS = of_factors * difference.square() + r**2 * cancelled
-                of_dS *= P.square()
-                of_dQ[some, rows] = (of_dS @ K_some.square()).mul_(scale**2)
+                of_delta = r**2 * (dO_some * output).square().sum(-1, keepdim=True)
+                of_dS = of_factors * (P * difference).square()
+                sums_of_dQ = of_dS @ K_some.square() + of_delta * (weights @ K_some).square()
+                of_dQ[some, rows] = sums_of_dQ.mul_(scale**2)
+                of_dS += of_delta * P.square()
                 of_dK[some] += (of_dS.mT @ Q_some.square()).mul_(scale**2)
                 of_dV[some] += of_P**2 * (P.square().mT @ dO_some.square())
     found = (dQ, dK, dV)
