@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from general_hopper import GENERAL, WITH_CAUSAL, general
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from flash_helpers.compile.codegen import CONFIG_FOLDER
-from flash_helpers.gpu import largest_device
+from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import (
     FAMILIES,
     STEPS,
@@ -30,7 +32,7 @@ from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.runtime import library, tensors
 from flash_helpers.tune import best
-from flash_helpers.tune.best import best_config, choose_config
+from flash_helpers.tune.best import best_config, choose_config, config_for
 from flash_helpers.tune.winners import BestAtSize, BestConfig, BestConfigs, best_file, load_best
 
 LISTED = get_listed_configs()
@@ -310,6 +312,17 @@ class TestChoice:
     ) -> None:
         on(gpu, capability)
         assert choose_config(AttentionForward(1, 1, seq_len), self.CUDA) == wanted
+
+    def test_a_size_that_is_a_symbol_has_no_condition_but_those_of_refusals(self) -> None:
+        shapes = ShapeEnv()
+        symbolic = FakeTensorMode(shape_env=shapes).from_tensor(
+            torch.empty(2, 1),
+            symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]),
+        )
+        problem = AttentionForward(symbolic.shape[0], 4, 256)  # as measured on H100s
+        chosen = config_for(problem, Device(H100, (9, 0), 132))
+        assert chosen == config_for(AttentionForward(2, 4, 256), Device(H100, (9, 0), 132))
+        assert {guard.sloc.framework_loc.name for guard in shapes.guards} <= {"refusal"}
 
     def test_on_hopper_families_of_its_own_come_first(self) -> None:
         assert not self.NEWEST_ON_HOPPER.family.is_portable

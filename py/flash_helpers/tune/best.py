@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,19 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
 
 def config_for(problem: Problem, gpu: Device | None) -> Config:
     """Return the config that `choose_config` takes on a GPU, which need not be present. gpu: None
-    is the CPU."""
-    return first_that_takes(problem, _candidates(problem, gpu))
+    is the CPU. Sizes that are symbols have conditions on them by the config's refusals alone."""
+    return first_that_takes(problem, _candidates(_example(problem), gpu))
+
+
+def _example(problem: Problem) -> Problem:
+    """Return a problem with the sizes that a trace has as examples in place of symbols. Compared as
+    symbols, speeds would tie the traced program to sizes of which the same is the fastest."""
+    symbols = {
+        name: size.node.hint or 1  # none without an example
+        for name, size in vars(problem).items()
+        if isinstance(size, torch.SymInt)
+    }
+    return replace(problem, **symbols) if symbols else problem
 
 
 def newest_that_takes(problem: Problem) -> Config | None:
