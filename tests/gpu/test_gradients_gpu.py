@@ -28,11 +28,21 @@ PLAIN = [c for c in CONFIGS if not c.supports.causal and not c.supports.exact]
 RUNS = 10_000
 
 
+def tensors_on(
+    device: torch.device,
+    config: Config,
+    problem: AttentionBackward,
+    inputs: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """`tensors_for` on a device."""
+    return {name: x.to(device) for name, x in tensors_for(config, problem, inputs).items()}
+
+
 def gradients(
     config: Config, problem: AttentionBackward, inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """dQ, dK and dV, in memory that was NaN."""
-    tensors = tensors_for(config, problem, inputs)
+    tensors = tensors_on(inputs["q"].device, config, problem, inputs)
     find_backend("cuda").execute(config, problem.arranged(tensors), problem.call_options())
     return {name: tensors[name] for name in GRADIENTS}
 
@@ -76,7 +86,7 @@ def assert_same_in_all_runs(config: Config, runs: int, device: torch.device) -> 
         AttentionBackward(1, 4, 512, d_head=config.d_head).in_dtype(config.dtype)
     )
     inputs = draw("normal", problem, device)
-    tensors = tensors_for(config, problem, inputs)
+    tensors = tensors_on(device, config, problem, inputs)
     execute, options = find_backend("cuda").execute, problem.call_options()
     execute(config, problem.arranged(tensors), options)
     first = {name: tensors[name].clone() for name in GRADIENTS}
@@ -109,7 +119,7 @@ def test_a_cuda_graph_replays_with_new_inputs(config, cuda_device) -> None:
     )
     kinds = ("normal", "outliers")
     inputs = {kind: draw(kind, problem, cuda_device) for kind in kinds}
-    tensors = tensors_for(config, problem, {n: x.clone() for n, x in inputs["normal"].items()})
+    tensors = tensors_on(cuda_device, config, problem, inputs["normal"])
     execute, options = find_backend("cuda").execute, problem.call_options()
     execute(config, problem.arranged(tensors), options)
     graph = torch.cuda.CUDAGraph()

@@ -93,18 +93,26 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
     return Backend(
         device=current,
         description=f"{properties.name}, compute capability {properties.major}.{properties.minor}",
-        execute=_launcher(),
+        execute=_launcher(current),
         kernels=kernels,
         library=built,
     )
 
 
-def _launcher() -> Execute:
+def _launcher(device: torch.device) -> Execute:
+    """Return what runs configs on a GPU. Tensors on the CPU, whose kernels a call would simulate,
+    raise ValueError."""
     from flash_helpers.runtime.call import prepare
 
     def run(
         config: Config, tensors: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> Findings:
+        elsewhere = {str(x.device) for x in tensors if x is not None and x.device != device}
+        if elsewhere:
+            raise ValueError(
+                f"tensors are on {', '.join(sorted(elsewhere))} and the kernels run on {device}: "
+                f"move them with .to({str(device)!r})"
+            )
         prepare(config, *tensors, **options).run()
         return Findings()
 
