@@ -64,14 +64,24 @@ class TestSteps:
         assert not any(step.is_deterministic for step in steps[4:])
         assert set(FAMILIES["backward"].dtypes_of(STEPS["b4"])) == {Element.FP16, Element.BF16}
 
-    def test_are_not_those_held_back_as_unmeasured(self):
-        overlap = FAMILIES["overlap"]
-        held = [
-            replace(entry, traits=entry.traits | ({UNMEASURED} if number == 6 else set()))
-            for number, entry in enumerate(overlap.entries, start=1)
-        ]
-        families = [replace(overlap, entries=tuple(held)), FAMILIES["ampere"]]
-        assert [step.id for step in preferred_steps(OPERATION, A100, families)] == ["v16", "o5"]
+    @pytest.mark.parametrize(
+        ("unmeasured", "wanted"),
+        [
+            (range(6, 14), "o5"),
+            (range(6, 13), "o13"),  # no trait of an earlier step holds a measured one back
+            ([13], "o12"),
+        ],
+    )
+    def test_are_not_those_held_back_as_unmeasured(self, unmeasured, wanted):
+        overlap = replace(
+            FAMILIES["overlap"],
+            entries=tuple(
+                replace(entry, traits=entry.traits | ({UNMEASURED} if n in unmeasured else set()))
+                for n, entry in enumerate(FAMILIES["overlap"].entries, start=1)
+            ),
+        )
+        found = preferred_steps(OPERATION, A100, [overlap, FAMILIES["ampere"]])
+        assert [step.id for step in found] == ["v16", wanted]
 
     def test_are_none_where_no_family_runs(self):
         assert preferred_steps(OPERATION, T4) == []

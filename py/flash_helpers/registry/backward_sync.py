@@ -400,7 +400,7 @@ BACKWARD_SYNC = Family(
             "next_block_in_flight",
             "the next block is copied while a block is multiplied",
             _file(3),
-            traits=frozenset({RING}),
+            traits=frozenset({RING, UNMEASURED}),
         ),
     ),
     targets=TARGETS,

@@ -28,7 +28,7 @@ CORE, LIBRARY, LAB, LOGBOOK = "core", "library", "lab", "logbook"
 # A trait of steps of any family: thread blocks add to sums in memory, in an order that differs from
 # call to call, and with it the last bits of the results.
 UNORDERED_SUMS = "unordered_sums"
-# Another: nobody has measured the steps from this one on, and calls take one before it.
+# Another, of one step alone: it was not measured, and calls that name no kernel pass it over.
 UNMEASURED = "unmeasured"
 
 
@@ -39,7 +39,8 @@ class StepEntry:
     `slug`: the idea in a word or two, for names of pages. `idea`: the idea in one line. `source`:
     the kernel's file, relative to the root of the repository. `sets`: options that the step turns
     on, by name of the config's field. `opens`: options that it makes tunable, with the values that
-    a sweep tries. `traits`: facts about the kernel from this step on that its config does not show.
+    a sweep tries. `traits`: facts about the kernel from this step on that its config does not show,
+    and UNMEASURED, which says nothing of later steps.
     `parent`: id of a step of another family; None stands for the step before it. `place`: the place
     of its page in the course.
     """
@@ -148,7 +149,7 @@ class Family(Generic[C]):
         for number, entry in enumerate(self.entries, start=1):
             options |= entry.sets
             tunable |= entry.opens
-            traits |= entry.traits
+            traits |= entry.traits - {UNMEASURED}
             before = self.step_id(number - 1) if number > 1 else None
             found[self.step_id(number)] = Step(
                 id=self.step_id(number),
@@ -161,7 +162,7 @@ class Family(Generic[C]):
                 fixed=MappingProxyType({k: v for k, v in options.items() if k not in tunable}),
                 tunable=MappingProxyType(dict(tunable)),
                 options=MappingProxyType(dict(options)),
-                traits=traits,
+                traits=traits | entry.traits,
                 place=entry.place,
             )
         return MappingProxyType(found)
