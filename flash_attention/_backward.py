@@ -16,7 +16,9 @@ from flash_helpers.tune.best import choose_config
 
 _GIVEN = ("do", "q", "k", "v", "o", "lse")
 _BEGINS = ("cu_seqlens_q", "cu_seqlens_k")
-_OPTIONS = ("causal", "window_left", "window_right", "softcap", "softmax_scale")
+_OPTIONS = (
+    *("causal", "window_left", "window_right", "softcap", "softmax_scale", "deterministic"),
+)
 _WANTED = ("of_q", "of_k", "of_v")  # of each gradient, in their order
 _CHUNK = 8  # elements: strides are multiples of it, and memory begins at a multiple of 16 bytes
 _CHUNK_BYTES = 16
@@ -73,8 +75,8 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
 _gradients = define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, int? window_left, "
-    "int? window_right, float softcap, float? softmax_scale, bool of_q, bool of_k, bool of_v) "
-    "-> (Tensor, Tensor, Tensor)",
+    "int? window_right, float softcap, float? softmax_scale, bool deterministic, bool of_q, "
+    "bool of_k, bool of_v) -> (Tensor, Tensor, Tensor)",
     _compute,
     _fake,
     refusal=_NO_SECOND,
@@ -85,7 +87,9 @@ class _Attention(torch.autograd.Function):
     """A node of the autograd graph that computes o and lse, and keeps them for the gradients.
 
     `function`: returns both. `lengths`: cu_seqlens_q and cu_seqlens_k, each of which is None
-    without sequences of various lengths; with them there is no dimension for the batch.
+    without sequences of various lengths; with them there is no dimension for the batch. `options`:
+    those of the operator of the gradients. PyTorch's switch for deterministic algorithms is read
+    when the gradients are computed, or traced, as PyTorch's own attention reads it.
     """
 
     @staticmethod
@@ -121,7 +125,9 @@ class _Attention(torch.autograd.Function):
             given = (do, q, k, v, o, lse)
             is_batched = lengths[0] is None
             dense = given if is_batched else tuple(x[None] for x in given)
-            computed = _gradients(*dense, *lengths, *ctx.options, *asked)
+            *options, deterministic = ctx.options
+            deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+            computed = _gradients(*dense, *lengths, *options, deterministic, *asked)
             found = [
                 (x if is_batched else x[0]) if wanted else None
                 for x, wanted in zip(computed, asked, strict=True)
@@ -161,7 +167,7 @@ def differentiable(
 
     `name`, `args`: the operator, which returns both, and its arguments. `keys`: dispatch keys of
     the call. `tensors`: q, k, v, sinks, cu_seqlens_q and cu_seqlens_k. `options`: causal, both
-    bounds of the window, softcap and softmax_scale.
+    bounds of the window, softcap, softmax_scale and deterministic.
     """
     q, k, v, sinks, *lengths = tensors
     function = below_autograd(name, keys, args)

@@ -40,6 +40,7 @@ _QKVO = ("q", "k", "v", "o")
 _WITH_LSE = (*_QKVO, "lse")
 _ALL_KEYS = (-1, -1)  # a window without bounds
 _NO_SOFTCAP = 0.0
+_NO_OPTIONS = (None, None, _NO_SOFTCAP)  # no bound before a query and behind it, no softcap
 _MOST_KEYS = 2**62  # over any length, and within what an operator takes
 
 
@@ -235,14 +236,15 @@ def _attention_gradient(
     causal: bool,
     softmax_scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (causal, None, None, _NO_SOFTCAP, softmax_scale)
+    options = (causal, *_NO_OPTIONS, softmax_scale, False)
     tensors = (q, k, v, None, None, None)
     return differentiable(_ANY_ATTENTION, keys, (q, k, v, None, *options), tensors, options)
 
 
 def _define_with_options(schema: str) -> Callable:
     """Define an operator that takes every option, by the names of its arguments. Operators without
-    windows, softcap and sinks have functions of their own, since each argument takes time."""
+    windows, softcap, sinks and `deterministic`, which only the gradients read, have functions of
+    their own, since each argument takes time."""
     before, _, after = schema.partition(" -> ")
     names = [argument.split()[-1] for argument in before.partition("(")[2][:-1].split(",")]
 
@@ -253,6 +255,7 @@ def _define_with_options(schema: str) -> Callable:
         given |= {"lse": _new_lse(given["q"])} if "," in after else {}
         tensors = {name: given.pop(name, None) for name in _NAMES}
         cfg = given.pop("cfg", None)
+        given.pop("deterministic", None)
         return cfg, {n: x for n, x in tensors.items() if x is not None or n == "o"}, given
 
     def results(tensors: Mapping[str, Any]) -> Any:
@@ -278,7 +281,7 @@ def _define_with_options(schema: str) -> Callable:
     def gradient(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         named = dict(zip(names, args, strict=True))
         tensors = (*(named[name] for name in ("q", "k", "v", "sinks")), None, None)
-        options = tuple(named[name] for name in ("causal", *_OPTIONS))
+        options = tuple(named[name] for name in ("causal", *_OPTIONS, "deterministic"))
         found = differentiable(_ANY_ATTENTION, keys, args, tensors, options)
         return found if "," in after else found[0]
 
@@ -322,11 +325,11 @@ _forward_options_out = _define_with_options(
 )
 _attention_options = _define_with_options(
     "attention_options(Tensor q, Tensor k, Tensor v, Tensor? sinks, bool causal, "
-    f"{_WINDOWED}) -> Tensor"
+    f"{_WINDOWED}, bool deterministic) -> Tensor"
 )
 _attention_options_lse = _define_with_options(
     "attention_options_lse(Tensor q, Tensor k, Tensor v, Tensor? sinks, bool causal, "
-    f"{_WINDOWED}) -> (Tensor, Tensor)"
+    f"{_WINDOWED}, bool deterministic) -> (Tensor, Tensor)"
 )
 
 
@@ -344,6 +347,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(q kᵀ · softmax_scale) v for each batch and head, by the best kernel for the
     problem.
@@ -372,6 +376,12 @@ def attention(
     return_lse: also return, for each row, the natural logarithm of the sum of exp(x) over the
         logits x of the keys that the row sees, and over its head's sink: (batch, heads, len_q),
         fp32.
+    deterministic: compute gradients by kernels alone that give the same bits in every call. Without
+        it the fastest kernels are taken. Some of these add the gradient of q in memory in any
+        order, so that its last bits may differ from call to call; o, lse and the gradients of k, v
+        and sinks never differ. torch.use_deterministic_algorithms(True), with warn_only too, sets
+        it for all calls. That switch is read when the backward pass runs, and under torch.compile
+        when it is traced; a change of the switch traces anew.
 
     Returns o, with the dtype and sizes of q and the d_head of v, contiguous; with return_lse
     (o, lse). A query that sees no key has 0 in o, and its sink or -inf in lse. No kernel runs if
@@ -380,8 +390,8 @@ def attention(
     CUDA graphs too.
 
     Autograd has the gradients of q, k, v and sinks, by kernels of operation attention_backward,
-    which take equal head sizes of q and v. They are the same at each call. The gradient of lse,
-    second derivatives and torch.func's transforms are refused.
+    which take equal head sizes of q and v. The gradient of lse, second derivatives and torch.func's
+    transforms are refused.
 
     Raises the errors of `forward`. A ValueError names the property that no kernel of the device
     supports, and the nearest supported problem. A table in docs/using.md lists the lengths, heads
@@ -390,12 +400,14 @@ def attention(
     _check_tensors(q, k, v)
     _check_flag("causal", causal)
     _check_flag("return_lse", return_lse)
+    _check_flag("deterministic", deterministic)
     scale = _scale(softmax_scale)
+    options = None
     if window_size is not _ALL_KEYS or softcap is not _NO_SOFTCAP or sinks is not None:
         options = _options(window_size, softcap, sinks)
-        if options is not None:
-            function = _attention_options_lse if return_lse else _attention_options
-            return function(q, k, v, sinks, causal, *options, scale)
+    if options is not None or deterministic:
+        function = _attention_options_lse if return_lse else _attention_options
+        return function(q, k, v, sinks, causal, *(options or _NO_OPTIONS), scale, deterministic)
     function = _attention_lse if return_lse else _attention
     return function(q, k, v, causal, scale)
 
@@ -607,7 +619,7 @@ def simulate(
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     _config(name)
-    left, right, cap = _options(window_size, softcap, sinks) or (None, None, _NO_SOFTCAP)
+    left, right, cap = _options(window_size, softcap, sinks) or _NO_OPTIONS
     options = {"window_left": left, "window_right": right, "softcap": cap}
     call = ready_call(name, q, k, v, o, lse, sinks, softmax_scale=softmax_scale, **options)
     return call.output, call.simulate(keep_going, device)

@@ -11,6 +11,7 @@ import torch
 from flash_attention._backward import differentiable
 from flash_attention._forward import (
     _ALL_KEYS,
+    _NO_OPTIONS,
     _NO_SOFTCAP,
     _WINDOWED,
     _check_fake,
@@ -42,6 +43,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `attention` for each of several sequences.
 
@@ -50,7 +52,7 @@ def varlen_attention(
         cu_seqlens_k. A sequence may have no queries or no keys.
     cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, contiguous, on the device of q.
     max_seqlen_q, max_seqlen_k: length of the longest sequence, or more. No kernel needs them.
-    sinks: (heads,), as for `attention`.
+    sinks: (heads,), as for `attention`; the other options likewise.
 
     Returns o, with the shape of q; with return_lse (o, lse), where lse is (heads, total_q), fp32.
     Runs on the same devices as `attention`, in CUDA graphs too: each run finds the lengths that are
@@ -67,9 +69,11 @@ def varlen_attention(
             raise TypeError(f"{name} is {most!r}: pass the longest length, an int")
     _check_flag("causal", causal)
     _check_flag("return_lse", return_lse)
+    _check_flag("deterministic", deterministic)
     longest = max_seqlen_q, max_seqlen_k
-    options = *(_options(window_size, softcap, sinks) or (None, None, 0.0)), _scale(softmax_scale)
-    o, lse = _varlen(q, k, v, *lengths.values(), sinks, *longest, causal, *options, return_lse)
+    options = *(_options(window_size, softcap, sinks) or _NO_OPTIONS), _scale(softmax_scale)
+    flags = deterministic, return_lse
+    o, lse = _varlen(q, k, v, *lengths.values(), sinks, *longest, causal, *options, *flags)
     return (o, lse) if return_lse else o
 
 
@@ -119,8 +123,8 @@ def _fake(
 
 
 def _gradient(keys: torch._C.DispatchKeySet, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v, *lengths, sinks, _, _, causal, left, right, softcap, scale, _ = args
-    options = (causal, left, right, softcap, scale)
+    q, k, v, *lengths, sinks, _, _, causal, left, right, softcap, scale, deterministic, _ = args
+    options = (causal, left, right, softcap, scale, deterministic)
     # the LSE is needed, whether it was asked for or not
     with_lse = (*args[:-1], True)
     return differentiable("varlen", keys, with_lse, (q, k, v, sinks, *lengths), options)
@@ -133,10 +137,11 @@ def _call(
     window_right: int | None,
     softcap: float,
     softmax_scale: float | None,
+    _deterministic: bool,
     return_lse: bool,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of a call, a batch of all rows and new memory for an LSE among them, and
-    the options."""
+    the options, without the one that only the gradients read."""
     given = {name: x for name, x in tensors.items() if x is not None}
     for name in "qkv":
         if given[name].ndim != len(_AXES):
@@ -215,7 +220,7 @@ def _check_lengths(letter: str, x: torch.Tensor, lengths: torch.Tensor, most: in
 _varlen = define(
     "varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, "
-    f"{_WINDOWED}, bool return_lse) -> (Tensor, Tensor)",
+    f"{_WINDOWED}, bool deterministic, bool return_lse) -> (Tensor, Tensor)",
     _compute,
     _fake,
     _gradient,

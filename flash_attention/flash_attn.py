@@ -5,7 +5,8 @@ Names, order, defaults and meaning of the arguments are FlashAttention-2's:
     causal: aligned to the bottom right: the last query sees the last key.
     window_size: keys before and behind a query, aligned likewise, that it sees; -1 is no bound.
     softcap: logits x become softcap · tanh(x / softcap); 0.0 leaves them.
-    deterministic: changes nothing. Both passes are deterministic.
+    deterministic: without it the gradient of q may differ in its last bits from call to call, as
+        the docstring of `flash_attention.attention` tells.
     return_attn_probs: returns (out, softmax_lse, None). FlashAttention has probabilities in place
         of None where there is dropout. softmax_lse is fp32.
     dropout_p, alibi_slopes, block_table: refused, unless they are 0.0, None and None.
@@ -49,7 +50,6 @@ def flash_attn_func(
     q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head).
     """
     refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    _check_flag("deterministic", deterministic)
     _check_flag("return_attn_probs", return_attn_probs)
     found = attention(
         *(q, k, v),
@@ -58,6 +58,7 @@ def flash_attn_func(
         window_size=window_size,
         softcap=softcap,
         return_lse=return_attn_probs,
+        deterministic=deterministic,
     )
     return (*found, None) if isinstance(found, tuple) else found
 
@@ -150,7 +151,6 @@ def flash_attn_varlen_func(
     of no sequence are left unwritten, and nothing outside of the tensors is read or written.
     """
     refuse_unbuilt(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    _check_flag("deterministic", deterministic)
     _check_flag("return_attn_probs", return_attn_probs)
     found = varlen_attention(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -159,6 +159,7 @@ def flash_attn_varlen_func(
         window_size=window_size,
         softcap=softcap,
         return_lse=return_attn_probs,
+        deterministic=deterministic,
     )
     return (*found, None) if isinstance(found, tuple) else found
 

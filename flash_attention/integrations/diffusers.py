@@ -42,12 +42,14 @@ def attention_backend(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     return_lse: bool = False,
+    deterministic: bool = False,
     _parallel_config: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention; return o, as query, with return_lse (o, lse).
 
     query: (batch, len_q, heads, d_head). key, value: (batch, len_k, kv_heads, d_head).
     is_causal: aligned to the top left in diffusers, so that both lengths must be equal.
+    deterministic: as for `attention`; attention_kwargs of a model pass it.
 
     Raises ValueError for a mask, dropout and context parallelism, and the errors of `attention`.
     """
@@ -70,6 +72,7 @@ def attention_backend(
         softmax_scale=scale,
         causal=is_causal,
         window_size=window_size,
+        deterministic=deterministic,
         return_attn_probs=return_lse,
     )
     return found[:2] if isinstance(found, tuple) else found

@@ -221,6 +221,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    deterministic: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute a layer's attention; return (batch, len_q, heads, d_v), and None for the
@@ -230,7 +231,7 @@ def attention_forward(
     attention_mask: as `attention_mask` returns it; None if the model makes no mask. Only then do
         is_causal, the module's by default, and sliding_window count.
     dropout: 0. scaling: of logits, 1/sqrt(d_head) by default. softcap: as for `attention`.
-    s_aux: sinks, (heads,).
+    s_aux: sinks, (heads,). deterministic: as for `attention`.
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k: the sequences of one row.
 
     Raises ValueError for whatever no kernel takes, and the errors of `attention`.
@@ -249,6 +250,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "softmax_scale": scaling,
         "sinks": None if s_aux is None else s_aux.to(query.dtype),
+        "deterministic": deterministic,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _compute(mask.ragged, q, k, v, options), None

@@ -4,7 +4,8 @@ and through autograd."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -180,6 +181,65 @@ def test_autograd_is_the_same_when_compiled(d_head, cuda_device) -> None:
     torch.compile(loss, fullgraph=True)(*traced).backward()
     for a, b in zip(plain, traced, strict=True):
         assert (a.grad - b.grad).norm() <= 0.01 * a.grad.norm()
+
+
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """PyTorch's switch for deterministic algorithms is on."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+NO_SWITCH = nullcontext
+WHOLE_BLOCKS = [(2, 1024, 8, 128), *2 * [(2, 1024, 2, 128)]]  # which every family takes
+
+
+def both_passes(
+    inputs: Sequence[torch.Tensor], do: torch.Tensor, **options: bool
+) -> dict[str, torch.Tensor]:
+    """o and the LSE, and the gradients of q, k and v."""
+    o, lse = flash_attention.attention(*inputs, return_lse=True, **options)
+    gradients = torch.autograd.grad(o, inputs, do)
+    outputs = {"o": o.detach(), "lse": lse.detach()}
+    return {**outputs, **dict(zip(GRADIENTS, gradients, strict=True))}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_autograd_is_right_with_kernels_of_either_kind(deterministic, dtype, cuda_device) -> None:
+    inputs = leaves(cuda_device, *WHOLE_BLOCKS, dtype=dtype)
+    do = torch.randn_like(inputs[0]).detach()
+    found = both_passes(inputs, do, deterministic=deterministic)
+    right = gradients_reference(do, *(x.detach() for x in inputs))
+    for name in GRADIENTS:
+        error = measure_error(found[name], right.expected[name])
+        assert error.within(right.bounds[name]), f"{name}: {error.excess(right.bounds[name])}"
+
+
+@pytest.mark.parametrize(
+    ("options", "switch", "may_differ"),
+    [
+        ({"deterministic": True}, NO_SWITCH, set()),
+        ({}, switched_on, set()),
+        ({}, NO_SWITCH, {"dq"}),
+    ],
+    ids=["argument", "switch", "default"],
+)
+def test_every_backward_pass_gives_the_same_bits_but_of_dq_by_default(
+    options, switch, may_differ, cuda_device
+) -> None:
+    inputs = leaves(cuda_device, *WHOLE_BLOCKS, dtype=torch.bfloat16)
+    do = torch.randn_like(inputs[0]).detach()
+    with switch():
+        first = both_passes(inputs, do, **options)
+        differs = {name: torch.zeros((), dtype=torch.bool, device=cuda_device) for name in first}
+        for _ in range(100):
+            for name, x in both_passes(inputs, do, **options).items():
+                differs[name] |= (x != first[name]).any()
+    assert {name for name, found in differs.items() if found} <= may_differ
 
 
 def test_nan_stays_where_it_belongs_and_rows_that_nobody_sees_are_0(cuda_device) -> None:

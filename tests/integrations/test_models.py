@@ -78,10 +78,22 @@ def calls(monkeypatch) -> list[SimpleNamespace]:
     float64."""
     found: list[SimpleNamespace] = []
 
-    def attention(*tensors: torch.Tensor, window_size, return_lse: bool = False, **options) -> Any:
+    def attention(
+        *tensors: torch.Tensor,
+        window_size,
+        deterministic: bool,
+        return_lse: bool = False,
+        **options,
+    ) -> Any:
         assert not return_lse
         q, k, v = tensors
-        found.append(SimpleNamespace(sizes=(len(q), q.shape[1], k.shape[1]), window=window_size))
+        found.append(
+            SimpleNamespace(
+                sizes=(len(q), q.shape[1], k.shape[1]),
+                window=window_size,
+                deterministic=deterministic,
+            )
+        )
         if 0 in (*q.shape, *k.shape):
             return q.new_zeros(*q.shape[:3], v.shape[3])
         left, right = (None if bound < 0 else bound for bound in window_size)
@@ -286,6 +298,20 @@ def test_a_mask_of_other_sizes_is_refused():
     x = torch.zeros(1, 2, 9, 128)
     with pytest.raises(ValueError, match=re.escape("(1, 8, 8) and the layer has (1, 9, 9)")):
         for_transformers.attention_forward(torch.nn.Module(), x, x, x, mask)
+
+
+def test_deterministic_gradients_are_asked_for_with_a_keyword(calls):
+    x = torch.zeros(1, 2, TOKENS, 128, dtype=torch.bfloat16)
+    kept = torch.arange(TOKENS)[None] > 0  # the first token is padding
+    padded = for_transformers.attention_mask(1, TOKENS, TOKENS, attention_mask=kept)
+    assert padded.ragged is not None
+    for options in ({}, {"deterministic": True}):
+        for_transformers.attention_forward(torch.nn.Module(), x, x, x, None, **options)
+        for_transformers.attention_forward(torch.nn.Module(), x, x, x, padded, **options)
+        attention_dispatch.dispatch_attention_fn(
+            *3 * [x.transpose(1, 2)], backend=NAME, attention_kwargs=options
+        )
+    assert [found.deterministic for found in calls] == 3 * [False] + 3 * [True]
 
 
 @pytest.mark.parametrize("name", for_transformers._UNBUILT)

@@ -9,16 +9,16 @@ from other_family import OTHER, OtherConfig
 
 from flash_helpers.kernel_configs import (
     FAMILIES,
-    OPERATIONS,
     STEPS,
     AttentionForward,
     Config,
     Element,
 )
+from flash_helpers.operations.attention_backward import OPERATION as GRADIENTS
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.supports import RETURN_LSE, AttentionSupports
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
-from flash_helpers.registry.family import UNMEASURED
+from flash_helpers.registry.family import UNMEASURED, StepEntry
 
 A100, H100, B200, T4 = (8, 0), (9, 0), (10, 0), (7, 5)
 NEWEST = [
@@ -53,16 +53,22 @@ class TestSteps:
         assert [step.family for step in PORTABLE] == ["overlap", "ampere"]
 
     @pytest.mark.parametrize("capability", [None, A100, H100])
-    @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-    def test_give_the_same_bits_in_every_call(self, operation, capability):
+    def test_of_the_forward_pass_give_the_same_bits_in_every_call(self, capability):
         """So that `deterministic=True` asks for nothing else."""
-        assert all(step.is_deterministic for step in preferred_steps(operation, capability))
+        assert all(step.is_deterministic for step in preferred_steps(OPERATION, capability))
 
-    def test_stand_before_steps_that_add_in_any_order(self):
-        steps = [*FAMILIES["backward"].steps.values()]
-        assert FAMILIES["backward"].preferred is STEPS["b4"]
-        assert not any(step.is_deterministic for step in steps[4:])
-        assert set(FAMILIES["backward"].dtypes_of(STEPS["b4"])) == {Element.FP16, Element.BF16}
+    @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+    def test_are_of_each_family_the_last_and_one_that_gives_the_same_bits(self, family):
+        first, *others = family.preferred
+        assert family.preferred[-1].is_deterministic
+        assert others == [] or not first.is_deterministic
+
+    def test_that_add_in_any_order_stand_before_the_last_that_does_not(self):
+        backward = FAMILIES["backward"]
+        assert preferred_steps(GRADIENTS, H100) == [STEPS["b8"], STEPS["b4"], STEPS["p1"]]
+        assert preferred_steps(GRADIENTS, A100) == [STEPS["p1"]]
+        for step in backward.preferred:
+            assert {*backward.dtypes_of(step)} == {Element.FP16, Element.BF16}
 
     @pytest.mark.parametrize(
         ("unmeasured", "wanted"),
@@ -70,6 +76,7 @@ class TestSteps:
             (range(6, 14), "o5"),
             (range(6, 13), "o13"),  # no trait of an earlier step holds a measured one back
             ([13], "o12"),
+            (range(1, 14), None),
         ],
     )
     def test_are_not_those_held_back_as_unmeasured(self, unmeasured, wanted):
@@ -81,7 +88,21 @@ class TestSteps:
             ),
         )
         found = preferred_steps(OPERATION, A100, [overlap, FAMILIES["ampere"]])
-        assert [step.id for step in found] == ["v16", wanted]
+        assert [step.id for step in found] == ["v16", *([wanted] if wanted else [])]
+
+    @pytest.mark.parametrize(
+        ("traits", "wanted"), [({UNMEASURED}, ["b8", "b4"]), (set(), ["b9", "b4"])]
+    )
+    def test_of_gradients_pass_over_a_step_until_it_is_measured(self, traits, wanted):
+        backward = replace(
+            FAMILIES["backward"],
+            entries=(
+                *FAMILIES["backward"].entries[:8],
+                StepEntry("next", "the next step", "b9.cuh", traits=frozenset(traits)),
+            ),
+        )
+        assert [step.id for step in backward.preferred] == wanted
+        assert not backward.steps["b9"].is_deterministic
 
     def test_are_none_where_no_family_runs(self):
         assert preferred_steps(OPERATION, T4) == []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import flash_attention
+from flash_attention import _backward, flash_attn_3
 from flash_attention.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -17,8 +19,12 @@ from flash_attention.flash_attn import (
     flash_attn_varlen_func,
 )
 from flash_helpers.check.errors import Reference, measure_error
+from flash_helpers.kernel_configs import Config
+from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.operations.attention_backward.reference import gradients_reference
 from flash_helpers.ptx import Kernel, Run
+from flash_helpers.runtime import call
+from flash_helpers.tune.best import choose_config
 
 D_HEAD = 64
 Q, K = (1, 21, 4, D_HEAD), (1, 30, 2, D_HEAD)
@@ -238,6 +244,119 @@ def test_nan_in_a_gradient_stays_in_its_row_and_column():
     assert {tuple(x) for x in q.grad.isnan().any(-1).nonzero().tolist()} == {(0, 3, 0)}
     assert not k.grad[:, :, 1].isnan().any()
     assert {tuple(x) for x in v.grad.isnan().any(1).nonzero().tolist()} == {(0, 0, 5)}
+
+
+Attend: TypeAlias = "Callable[..., torch.Tensor]"
+
+
+def varlen(x: torch.Tensor, **options: bool) -> torch.Tensor:
+    lengths = torch.tensor([0, 7, 18], dtype=torch.int32)
+    return flash_attn_varlen_func(x[0], x[0], x[0], lengths, lengths, 11, 11, **options)
+
+
+ATTENDING: dict[str, Attend] = {
+    "attention": lambda x, **options: flash_attention.attention(x, x, x, **options),
+    "with an LSE": lambda x, **options: flash_attention.attention(
+        x, x, x, return_lse=True, **options
+    )[0],
+    "with a window": lambda x, **options: flash_attention.attention(
+        x, x, x, window_size=(5, 3), **options
+    ),
+    "flash_attn_func": lambda x, **options: flash_attn_func(x, x, x, **options),
+    "flash_attn_3": lambda x, **options: flash_attn_3.flash_attn_func(x, x, x, **options),
+    "flash_attn_varlen_func": varlen,
+}
+
+
+@contextmanager
+def switched_on(**options: bool) -> Iterator[None]:
+    """PyTorch's switch for deterministic algorithms is on."""
+    torch.use_deterministic_algorithms(True, **options)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class TestDeterminism:
+    """Whether gradients must be the same bits in every call, and when that is asked for."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch) -> list[bool]:
+        """What it is for each choice of a kernel, which computes nothing. A call whose kernel was
+        chosen before chooses none."""
+        found: list[bool] = []
+
+        def noted(problem: AttentionBackward, device: torch.device) -> Config:
+            found.append(problem.deterministic)
+            return choose_config(problem, device)
+
+        def compute_nothing(self: call.ReadyCall) -> None:
+            for x in self.outputs.values():
+                x.zero_()
+
+        monkeypatch.setattr(_backward, "choose_config", noted)
+        monkeypatch.setattr(call, "_plans", {})
+        monkeypatch.setattr(call.ReadyCall, "simulate", compute_nothing)
+        return found
+
+    @pytest.mark.parametrize("attend", ATTENDING.values(), ids=ATTENDING)
+    def test_is_an_argument_and_calls_with_and_without_are_kept_apart(self, asked, attend):
+        (x,) = drawn(EQUAL)
+        for options in ({}, {"deterministic": True}, {"deterministic": False}, {}):
+            attend(x, **options).sum().backward()
+        assert asked == [False, True]
+        attend(x, deterministic=True).sum().backward()
+        assert asked == [False, True]
+
+    @pytest.mark.parametrize("options", [{}, {"warn_only": True}], ids=str)
+    def test_is_a_switch_of_pytorch_which_is_read_when_gradients_are_computed(self, asked, options):
+        (x,) = drawn(EQUAL)
+        attend = ATTENDING["attention"]
+        o = attend(x)
+        with switched_on(**options):
+            o.sum().backward()
+            before = attend(x)
+        assert asked == [True]
+        before.sum().backward()
+        assert asked == [True, False]
+
+    @pytest.mark.slow
+    def test_is_the_switch_as_it_was_when_compiled_code_was_traced(self, asked):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            ATTENDING["attention"], fullgraph=True, backend="aot_eager", dynamic=False
+        )
+        (x,) = drawn(EQUAL)
+        compiled(x).sum().backward()
+        assert {*asked} == {False}
+        asked.clear()
+        with switched_on():  # which traces anew
+            o = compiled(x)
+        o.sum().backward()
+        assert {*asked} == {True}
+        asked.clear()
+        compiled(x).sum().backward()
+        assert asked == []
+        compiled(x, deterministic=True).sum().backward()
+        assert True in asked and False not in asked
+
+    @pytest.mark.slow
+    def test_is_an_argument_of_an_operator_as_torch_expects_one(self, asked):
+        given = [x.detach() for x in drawn(*5 * [EQUAL])]
+        lse = torch.zeros(1, EQUAL[2], EQUAL[1])
+        operator = torch.ops.flash_attention.attention_backward.default
+        for deterministic in (False, True):
+            options = None, None, True, 3, None, 1.5, None, deterministic, True, False, True
+            torch.library.opcheck(operator, (*given, lse, *options))
+        assert {*asked} == {False, True}
+
+    @pytest.mark.parametrize("attend", ATTENDING.values(), ids=ATTENDING)
+    def test_that_is_no_bool_is_refused(self, asked, attend):
+        (x,) = drawn(EQUAL)
+        for value in (1, None, "no"):
+            with pytest.raises(TypeError, match=f"deterministic is {value!r}: pass True or False"):
+                attend(x, deterministic=value)
 
 
 class TestRefused:

@@ -91,7 +91,10 @@ class TestPacked:
     """Packed functions pass views of the tensors, and all options, to those of three tensors."""
 
     OPTIONS = (0.0, 0.3, True, (2, -1), 5.0, None, True, True)
-    PASSED: ClassVar = {"causal": True, "softmax_scale": 0.3, "window_size": (2, -1), "softcap": 5}
+    PASSED: ClassVar = {
+        **{"causal": True, "softmax_scale": 0.3, "window_size": (2, -1), "softcap": 5},
+        "deterministic": True,
+    }
 
     def test_keys_and_values(self, asked):
         q, kv = ones(2, 4, 6, 128), torch.randn(2, 7, 2, 3, 128)
@@ -108,7 +111,8 @@ class TestPacked:
     def test_queries_keys_and_values(self, asked):
         qkv, begins = torch.randn(2, 4, 3, 6, 128), cumulative(3, 5)
         assert flash_attn.flash_attn_qkvpacked_func(qkv, *self.OPTIONS) == ("o", "lse", None)
-        total, options = qkv.flatten(0, 1), {"window_size": (2, -1), "softcap": 5}
+        total = qkv.flatten(0, 1)
+        options = {"window_size": (2, -1), "softcap": 5, "deterministic": True}
         flash_attn.flash_attn_varlen_qkvpacked_func(total, begins, 5, *self.OPTIONS)
         assert flash_attn_3.flash_attn_qkvpacked_func(qkv, 0.3, True, **options) == "o"
         for found, packed in zip(asked, (qkv, total, qkv), strict=True):
@@ -149,7 +153,7 @@ def test_flash_attn_3_passes_what_differs(asked):
     lengths = begins, begins, 3, 3
     assert flash_attn_3.flash_attn_varlen_func(q[0], q[0], q[0], *lengths, **options) == "o"
     assert [found.options["softmax_scale"] for found in asked] == [0.3, None]
-    assert all(found.options["causal"] for found in asked)
+    assert all(found.options["causal"] and found.options["deterministic"] for found in asked)
 
 
 class TestUnbuilt:
@@ -199,7 +203,6 @@ class TestUnbuilt:
         [
             (flash_attn, "dropout_p", "0.1", "dropout_p is '0.1': pass a number"),
             (flash_attn, "dropout_p", None, "dropout_p is None: pass a number"),
-            (flash_attn, "deterministic", 1, "deterministic is 1: pass True or False"),
             (flash_attn, "return_attn_probs", None, "return_attn_probs is None: pass True or"),
             (flash_attn_3, "pack_gqa", 1, "pack_gqa is 1: pass True or False"),
             (flash_attn_3, "num_splits", True, "num_splits is True: pass a number"),
@@ -301,7 +304,8 @@ class TestTracing:
     def test_the_operator_is_what_torch_expects_of_one(self, zeros):
         q, begins = ones(5, 2, 128), cumulative(2, 3)
         for return_lse in (False, True):
-            given = q, q, q, begins, begins, None, 9, 9, True, 3, None, 0.0, None, return_lse
+            options = True, 3, None, 0.0, None, not return_lse, return_lse
+            given = q, q, q, begins, begins, None, 9, 9, *options
             torch.library.opcheck(torch.ops.flash_attention.varlen.default, given)
 
     def test_functions_of_one_length_are_the_operator_of_attention(self, zeros):
@@ -405,6 +409,7 @@ class TestLengths:
         self.refused(ValueError, r"window_size is \(-2, 3\)", window_size=(-2, 3))
         self.refused(ValueError, "softcap -1: softcap must be from", softcap=-1.0)
         self.refused(TypeError, "softmax_scale is '1': pass a number", softmax_scale="1")
+        self.refused(TypeError, "deterministic is 'no': pass True or", deterministic="no")
         assert zeros == []
 
 
@@ -416,6 +421,8 @@ def test_errors_are_those_of_attention(function):
     q = ones(1, 4, 2, 128)
     with pytest.raises(TypeError, match="causal is 1: pass True or False"):
         function(q, q, q, causal=1)
+    with pytest.raises(TypeError, match="deterministic is 1: pass True or False"):
+        function(q, q, q, deterministic=1)
     with pytest.raises(TypeError, match="k is a NoneType"):
         function(q, None, q)
     with pytest.raises(ValueError, match="softmax_scale -1 is negative"):

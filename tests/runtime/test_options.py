@@ -132,8 +132,9 @@ def test_an_operator_is_as_torch_expects_one(ran):
     q, k, v, sinks = inputs.values()
     operators = torch.ops.flash_attention
     options = (2, None, 1.5, None)
-    torch.library.opcheck(operators.attention_options.default, (q, k, v, sinks, True, *options))
-    torch.library.opcheck(operators.attention_options_lse.default, (q, k, v, None, False, *options))
+    for operator in (operators.attention_options, operators.attention_options_lse):
+        for given in ((sinks, True, *options, False), (None, False, *options, True)):
+            torch.library.opcheck(operator.default, (q, k, v, *given))
     name, o, lse = PLAIN.short_form(), torch.empty(1, 3, 2, 64).bfloat16(), torch.empty(1, 2, 3)
     torch.library.opcheck(operators.forward_options.default, (name, q, k, v, sinks, *options))
     torch.library.opcheck(

@@ -157,6 +157,7 @@ def _attention(draw: Draw) -> Any:
     options = {
         "causal": draw.usual_or("causal", draw.chance(0.3), FLAGS, 0.05),
         "return_lse": draw.usual_or("return_lse", draw.chance(0.3), FLAGS, 0.05),
+        "deterministic": draw.usual_or("deterministic", draw.chance(0.3), FLAGS, 0.05),
         **_shared(draw),
     }
     q, k, v = _tensors(draw)
@@ -223,6 +224,7 @@ def _flash_attn_3(draw: Draw) -> Any:
         "attention_chunk": draw.usual_or("attention_chunk", 0, NUMBERS, 0.05),
         "num_splits": draw.usual_or("num_splits", draw.one(0, 1), NUMBERS, 0.05),
         "pack_gqa": draw.usual_or("pack_gqa", draw.one(None, True, False), FLAGS[:2], 0.05),
+        "deterministic": draw.usual_or("deterministic", draw.chance(0.3), FLAGS, 0.05),
         "qv": draw.usual_or("qv", None, (torch.ones(2), 1.0), 0.05),
         "return_attn_probs": draw.usual_or("return_attn_probs", draw.chance(0.3), FLAGS, 0.05),
     }

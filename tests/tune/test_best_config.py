@@ -25,6 +25,7 @@ from flash_helpers.kernel_configs import (
     get_listed_configs,
     read_configs,
 )
+from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.ampere import AMPERE
@@ -442,3 +443,52 @@ class TestChoice:
         monkeypatch.setattr(library, "kernels", lambda: [])
         with pytest.raises(RuntimeError, match="there is no kernel for the CPU in bf16: `python"):
             choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))
+
+
+class TestChoiceOfGradients:
+    """choose_config() of the backward pass: kernels that add dQ in any order are for calls that do
+    not ask for the same bits in every call."""
+
+    CUDA = torch.device("cuda", 0)
+
+    @pytest.mark.parametrize("dtype", [Element.FP16, Element.BF16])
+    @pytest.mark.parametrize(
+        ("gpu", "capability", "options", "wanted"),
+        [
+            (H200, "9.0", {}, ("b8", "b4")),
+            (H200, "9.0", {"kv_heads": 1, "len_k": 512}, ("b8", "b4")),
+            (H200, "9.0", {"softmax_scale": 2.0**-110}, ("b4", "b4")),  # less than b8 takes
+            (H200, "9.0", {"causal": True}, ("p1", "p1")),
+            (H200, "9.0", {"len_k": 200}, ("p1", "p1")),
+            (H200, "9.0", {"d_head": 64}, ("p1", "p1")),
+            (A100, "8.0", {}, ("p1", "p1")),
+        ],
+        ids=str,
+    )
+    def test_is_of_the_newest_step_that_may_be_asked(
+        self, found, on, gpu, capability, options, wanted, dtype
+    ) -> None:
+        on(gpu, capability)
+        problem = AttentionBackward(1, 2, 256, dtype=dtype, **options)
+        asked = [dataclasses.replace(problem, deterministic=flag) for flag in (False, True)]
+        assert tuple(choose_config(each, self.CUDA).step.id for each in asked) == wanted
+
+    def test_is_no_winner_that_adds_in_any_order_if_the_bits_must_be_the_same(
+        self, found, on, tmp_path
+    ) -> None:
+        last, earlier = FIXED["b8", Element.BF16], FIXED["b6", Element.BF16]
+        found(H200, "9.0")
+        path = best_file(tmp_path / "configs", H200)
+        winner = dataclasses.replace(entry(last), config=earlier.short_form())
+        load_best(path).updated([winner]).save(path)
+        best._files.cache_clear()
+        on(H200, "9.0")
+        problem = AttentionBackward(1, 2, 256)
+        assert choose_config(problem, self.CUDA) == earlier
+        deterministic = dataclasses.replace(problem, deterministic=True)
+        assert choose_config(deterministic, self.CUDA) == FIXED["b4", Element.BF16]
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_on_the_cpu_is_of_the_portable_family(self, found, deterministic) -> None:
+        problem = AttentionBackward(1, 2, 256, deterministic=deterministic)
+        assert choose_config(problem, torch.device("cpu")) == FIXED["p1", Element.BF16]

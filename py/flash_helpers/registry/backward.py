@@ -210,6 +210,7 @@ class BackwardKernelConfig(Config):
             B_r=self.B_r,
             B_c=self.B_c,
             min_scale=MIN_SCALE if STATISTICS_FIRST in self.step.traits else 0.0,
+            deterministic=self.step.is_deterministic,
             abilities=frozenset({TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE}),
         )
 

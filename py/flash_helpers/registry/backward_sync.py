@@ -349,10 +349,11 @@ def _variants(own: BackwardSyncKernelConfig) -> tuple[BackwardSyncKernelConfig, 
 
 
 def listed_variants() -> list[BackwardSyncKernelConfig]:
-    """Return, of the preferred step and of the last, the config in bf16 with each flag alone, and
+    """Return, of the preferred steps and of the last, the config in bf16 with each flag alone, and
     with all; and one config of each other head size."""
-    last = [*BACKWARD_SYNC.steps.values()][-1]
-    return [config for step in (BACKWARD_SYNC.preferred, last) for config in _listed_variants(step)]
+    *_, last = BACKWARD_SYNC.steps.values()
+    steps = dict.fromkeys((*BACKWARD_SYNC.preferred, last))
+    return [config for step in steps for config in _listed_variants(step)]
 
 
 def _listed_variants(step: Step) -> list[BackwardSyncKernelConfig]:

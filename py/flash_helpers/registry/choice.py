@@ -17,15 +17,16 @@ def preferred_steps(
     capability: tuple[int, int] | None,
     families: Iterable[Family[Any]] = FAMILIES.values(),
 ) -> list[Step]:
-    """Return the preferred step of each family of an operation that runs on a device, the newest
-    family first.
+    """Return the preferred steps of each family of an operation that runs on a device, the newest
+    family first. A problem that asks for the same bits in every call is refused by the configs of
+    those steps that do not give them.
 
     `capability`: that of a GPU, such as (9, 0). None is the CPU, which simulates the families that
     need no instructions of a single architecture.
     """
     own = (family for family in families if family.operation is operation)
     runs = [f for f in own if (f.is_portable if capability is None else f.runs_on(capability))]
-    return [family.preferred for family in reversed(runs)]
+    return [step for family in reversed(runs) for step in family.preferred]
 
 
 def first_that_takes(problem: Problem, configs: Sequence[Config]) -> Config:

@@ -167,22 +167,25 @@ class Family(Generic[C]):
             )
         return MappingProxyType(found)
 
-    @property
-    def preferred(self) -> Step:
-        """The step that a call takes which names no kernel, if no measurement speaks for another:
-        the last that gives the same bits in every call, and is not held back as unmeasured."""
-        steps = (step for step in self.steps.values() if UNMEASURED not in step.traits)
-        return [step for step in steps if step.is_deterministic][-1]
+    @cached_property
+    def preferred(self) -> tuple[Step, ...]:
+        """The steps that a call takes which names no kernel, if no measurement speaks for another:
+        the last that was measured; and behind it, if its bits differ from call to call, the last
+        measured one whose bits do not."""
+        measured = [step for step in self.steps.values() if UNMEASURED not in step.traits]
+        deterministic = [step for step in measured if step.is_deterministic]
+        return tuple(dict.fromkeys((*measured[-1:], *deterministic[-1:])))
 
     def fixed_config(self, step: Step, dtype: Element) -> C:
         """Return the config with which the progression shows a step."""
         return self.config(step.number, dtype, **step.options)
 
     def dtypes_of(self, step: Step) -> tuple[Element, ...]:
-        """Return the dtypes that a step is listed in. All dtypes, if it is the first, the preferred
-        or the last of the family, or computes other numbers than the step before it; else all but
-        fp16."""
-        if self.computing is None or step.number in (1, self.preferred.number, len(self.steps)):
+        """Return the dtypes that a step is listed in. All dtypes, if it is the first, a preferred
+        one or the last of the family, or computes other numbers than the step before it; else all
+        but fp16."""
+        preferred = (own.number for own in self.preferred)
+        if self.computing is None or step.number in (1, *preferred, len(self.steps)):
             return self.dtypes
         before = self.steps[self.step_id(step.number - 1)]
         if (step.traits - before.traits) & self.computing:

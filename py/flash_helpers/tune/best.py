@@ -86,11 +86,13 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
     The result is the first of these that supports the problem:
       1. configs that were measured on the nearest problem of a grid, on a GPU of this name or else
          on another of its compute capability, the fastest expected first (`Choices.ranked`);
-      2. of the preferred step (`Family.preferred`) of each family that runs on the device, the
-         newest family first: winners of its sweeps for such problems, of a family the fastest for
+      2. of the preferred steps (`Family.preferred`) of each family that runs on the device, the
+         newest family first: winners of their sweeps for such problems, of a family the fastest for
          this problem first (`BestConfig.for_problem`), and their variants (`Config.variants`);
       3. the fixed configs of these steps and their variants. So a family that was never measured is
          taken where no measured config of another supports the problem.
+    A problem that asks for the same bits in every call (`AttentionBackward.deterministic`) is
+    supported by configs of deterministic steps alone, winners and measured ones too.
     A kernel that the library lacks is compiled.
     If the step was not swept yet, the last swept step before it gives the tiles of the winners.
 

@@ -88,7 +88,7 @@ class MeasuredProblem(OfProblem):
         """Return the milliseconds that configs are expected to take for another problem.
 
         A measured config stands for the config of its tile that takes the problem, of the same step
-        or else of the family's last. Its time grows with the work (`Config.work`).
+        or else of a preferred one of the family. Its time grows with the work (`Config.work`).
         """
         found: dict[Config, float] = {}
         for config, ms in self.configs.items():
@@ -121,10 +121,9 @@ def competitors(problem: Problem) -> list[Config]:
 
 
 def _taking(config: Config, problem: Problem) -> Config | None:
-    last = [*config.family.steps.values()][-1]
     with contextlib.suppress(ValueError):
         own = config.replace(dtype=problem.dtype)
-        for base in (own, own.at_step(last)):
+        for base in (own, *map(own.at_step, config.family.preferred)):
             for variant in base.variants():
                 if not variant.refusal(problem):
                     return variant

@@ -93,6 +93,19 @@ def test_a_deterministic_step_is_one_that_adds_nothing_in_memory(config) -> None
     assert config.step.is_deterministic is not adds
 
 
+@pytest.mark.parametrize(("step", "takes_it"), [("b4", True), ("b8", False), ("p1", True)])
+def test_only_a_deterministic_step_takes_a_problem_that_asks_for_the_same_bits(
+    step, takes_it
+) -> None:
+    config = next(c for c in CONFIGS if c.step.id == step and not c.supports.causal)
+    problem = config.supports.problem(1, 1, config.supports.whole, config.supports.whole)
+    assert not config.refusal(problem)
+    refusal = config.refusal(replace(problem, deterministic=True))
+    assert (refusal == "") is takes_it
+    assert takes_it or refusal.startswith(f"deterministic is not supported by {step}_")
+    assert ("deterministic" in config.supports.described()["options"]) is takes_it
+
+
 @pytest.mark.parametrize("name", ["do", "q", "dk"])
 def test_a_tensor_with_one_value_for_all_columns_is_refused(name) -> None:
     """As dO after `o.sum().backward()`: kernels copy the columns of a row at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -30,13 +31,22 @@ def test_has_five_products_where_the_forward_pass_has_two():
 
 
 def test_comes_back_from_its_record():
-    problem = AttentionBackward(1, 2, 40, 64, window_left=3, kv_heads=1)
-    assert AttentionBackward.from_record(problem.record()) == problem
+    problem = AttentionBackward(1, 2, 40, 64, window_left=3, kv_heads=1, deterministic=True)
+    record = problem.record()
+    assert AttentionBackward.from_record(record) == problem
+    del record["deterministic"]  # as those of before have none
+    assert AttentionBackward.from_record(record) == replace(problem, deterministic=False)
+
+
+def test_says_whether_every_call_must_give_the_same_bits():
+    problem = AttentionBackward.posed(SHAPES, Element.FP16, deterministic=True)
+    assert problem.deterministic and str(problem).endswith(", deterministic")
+    assert problem != AttentionBackward.posed(SHAPES, Element.FP16)
 
 
 def test_empty_tensors_have_gradients_of_0_without_a_kernel():
     shapes = {**SHAPES, "k": (2, 0, 3, 64), "v": (2, 0, 3, 64)}
-    found = AttentionBackward.constant(shapes, Element.BF16)
+    found = AttentionBackward.constant(shapes, Element.BF16, deterministic=True)
     assert found is not None
     assert found.values == {"dq": 0.0, "dk": 0.0, "dv": 0.0}
     assert {x.name: x.shape for x in found.tensors if x.is_output} == {

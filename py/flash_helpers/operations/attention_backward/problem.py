@@ -35,6 +35,9 @@ class AttentionBackward(AttentionForward):
     has an LSE of -infinity and adds 0 to every gradient; a key that no query sees has gradients
     of 0.
 
+    `deterministic`: every call gives the same bits for the same inputs. Without it the last bits of
+    dQ may differ from call to call; those of dK and dV never do.
+
     Sinks, and a d_v other than d_head, have no kernel and are refused. Raises ValueError for them,
     and as `AttentionForward` does.
     """
@@ -56,6 +59,7 @@ class AttentionBackward(AttentionForward):
     sinks: bool = False
     d_v: int = None  # type: ignore[assignment] # `__post_init__` sets it
     return_lse: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +87,7 @@ class AttentionBackward(AttentionForward):
         window_left: int | None = None,
         window_right: int | None = None,
         softcap: float = 0.0,
+        deterministic: bool = False,
     ) -> AttentionBackward:
         """Return the problem of do, q, k, v, o and lse, and of dq, dk and dv where they are
         given."""
@@ -95,12 +100,12 @@ class AttentionBackward(AttentionForward):
             window_right=window_right,
             softcap=softcap,
         )
-        return cls.of(forward)
+        return cls.of(forward, deterministic=deterministic)
 
     @classmethod
-    def of(cls, forward: AttentionForward) -> AttentionBackward:
+    def of(cls, forward: AttentionForward, *, deterministic: bool = False) -> AttentionBackward:
         """Return the problem of the gradients of a forward pass, whose LSE may be an output."""
-        return cls(**{**vars(forward), "return_lse": False})
+        return cls(**{**vars(forward), "return_lse": False}, deterministic=deterministic)
 
     @classmethod
     def _of_forward(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -116,7 +121,12 @@ class AttentionBackward(AttentionForward):
 
     @classmethod
     def constant(
-        cls, shapes: Mapping[str, tuple[int, ...]], dtype: Element, **options: Any
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: Element,
+        *,
+        deterministic: bool = False,
+        **options: Any,
     ) -> Constant | None:
         """Return gradients of 0 without a kernel, if there is no batch, head, query or key."""
         if not {"do", "q", "k", "v", "o", "lse"} <= shapes.keys():
@@ -130,6 +140,10 @@ class AttentionBackward(AttentionForward):
         tensors += [replace(own[of], name=name, role=Role.OUT) for name, of in GRADIENTS.items()]
         tensors += [own[name] for name in _BEGINS]
         return Constant(tuple(tensors), dict.fromkeys(GRADIENTS, 0.0))
+
+    def _variations(self) -> list[str]:
+        """Return what `AttentionForward._variations` does, and determinism."""
+        return super()._variations() + ["deterministic"] * self.deterministic
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -9,18 +9,32 @@ from flash_helpers.operations.attention_backward.problem import AttentionBackwar
 from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.supports import AttentionSupports
 
+DETERMINISTIC = "deterministic"
+
 
 @dataclass(frozen=True)
 class AttentionBackwardSupports(AttentionSupports):
     """Problems of the backward pass, with the fields of `AttentionSupports`.
 
-    `min_scale`: the least softmax_scale.
+    `min_scale`: the least softmax_scale. `deterministic`: whether every call gives the same bits.
     """
 
     problems: ClassVar[type[AttentionForward]] = AttentionBackward
     of_heads: ClassVar[frozenset[str]] = frozenset({"do", *"qkvo", "dq", "dk", "dv"})
 
     min_scale: float = 0.0
+    deterministic: bool = True
+
+    def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
+        """Return what `AttentionSupports.lacking` does, and determinism."""
+        found = super().lacking(problem)
+        asked = isinstance(problem, AttentionBackward) and problem.deterministic
+        if asked and not self.deterministic:
+            found[DETERMINISTIC] = (
+                DETERMINISTIC,
+                "without deterministic=True the last bits of dq may differ from call to call",
+            )
+        return found
 
     def refusal(self, problem: AttentionForward, kernel: str) -> str:
         """Return what `AttentionSupports.refusal` does; blocks of keys are limited as tiles of
@@ -39,3 +53,10 @@ class AttentionBackwardSupports(AttentionSupports):
                 f"keys, over the limit {self.max_tiles} of a CUDA grid: split the call by batches"
             )
         return ""
+
+    def described(self) -> dict[str, str]:
+        """Return what `AttentionSupports.described` does, and determinism."""
+        found = super().described()
+        if self.deterministic:
+            found["options"] += f", {DETERMINISTIC}"
+        return found
