@@ -84,15 +84,6 @@ __device__ __forceinline__ void load_pair(Ring<kSlots> &ring, uint32_t full, uin
     ring.advance();
 }
 
-// Gives a slot back: the wgmma of this warp's rows no longer read it.
-template <int kSlots>
-__device__ __forceinline__ void release(Ring<kSlots> &ring, uint32_t empty, int lane) {
-    if (lane == 0) {
-        barrier_arrive(ring.barrier(empty));
-    }
-    ring.advance();
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ BackwardKernelArgs args) {

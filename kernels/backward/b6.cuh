@@ -87,33 +87,6 @@ __device__ __forceinline__ void load_pair(Ring<kSlots> &ring, uint32_t full, uin
     ring.advance();
 }
 
-// Gives a slot back, which the wgmma of this warp's rows no longer read, or hands one over.
-template <int kSlots>
-__device__ __forceinline__ void release(Ring<kSlots> &ring, uint32_t empty, int lane) {
-    if (lane == 0) {
-        barrier_arrive(ring.barrier(empty));
-    }
-    ring.advance();
-}
-
-// The sums of dQ of the 64 queries from `row` on, for a thread of a warpgroup: its 64 accumulators
-// in groups of 4. The four of neighbouring threads are neighbours, so that a warp has 512 bytes.
-__device__ __forceinline__ float4 *sums_of(const BackwardKernelArgs &args, int64_t row) {
-    return reinterpret_cast<float4 *>(args.dQ_sums + row * kDHead) + threadIdx.x % kWarpgroup;
-}
-
-// Adds a warpgroup's accumulators to the sums.
-template <int kCount>
-__device__ __forceinline__ void add(float4 *sums, const float (&D)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-        asm volatile(
-            "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i / 4 * kWarpgroup),
-            "f"(D[i]), "f"(D[i + 1]), "f"(D[i + 2]), "f"(D[i + 3])
-            : "memory");
-    }
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ BackwardKernelArgs args) {
@@ -131,18 +104,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     convert_kernel(const __grid_constant__ BackwardKernelArgs args) {
     constexpr BackwardKernelConfig cfg = Config::value;
     extern __shared__ __align__(kPatternBytes) Element smem[]; // (B_r, d_head)
-    const TilePlace place = own_place<cfg.B_r>(args.len_q, args.heads);
-    const float4 *sums = sums_of(args, row_index(args, place));
-    float dQ_rmem[kDHead / 2];
-#pragma unroll
-    for (int i = 0; i < kDHead / 8; ++i) {
-        const float4 four = sums[i * kWarpgroup];
-        dQ_rmem[4 * i] = four.x, dQ_rmem[4 * i + 1] = four.y;
-        dQ_rmem[4 * i + 2] = four.z, dQ_rmem[4 * i + 3] = four.w;
-    }
-    store_rows<cfg.dtype, cfg.B_r>(args.dQ, place, smem_address(smem), threadIdx.x / 32 * kWarpRows,
-                                   dQ_rmem, args.softmax_scale);
-    tma_store_wait_read(); // after its end another thread block may have this memory
+    convert_sums<cfg.dtype, cfg.B_r>(args, smem_address(smem));
 }
 
 template <typename Config>

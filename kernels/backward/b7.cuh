@@ -34,84 +34,6 @@
 namespace b7 {
 
 constexpr int kScoreSlots = 2; // of dS
-constexpr uint32_t kStatisticsBytes = 2 * kWgmmaM * sizeof(float); // of 64 queries
-
-// The first values of sums whose columns are queries: columns 8n + 2t and 8n + 2t + 1 of a lane.
-template <int kCount>
-__device__ __forceinline__ void begin(float (&D_rmem)[kCount], const float *of_queries) {
-    const float2 *pairs = reinterpret_cast<const float2 *>(of_queries) + threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-        const float2 pair = pairs[i];
-        D_rmem[i] = D_rmem[i + 2] = pair.x;
-        D_rmem[i + 1] = D_rmem[i + 3] = pair.y;
-    }
-}
-
-// 4. P = 2^(S · scale) in the place of S.
-template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        S_rmem[i] = exp2_approx(S_rmem[i] * scale);
-    }
-}
-
-// 6. dS = P · dP in the place of dP. P_rmem[k][i] has P of 8k + 2i and 8k + 2i + 1.
-template <DType kDType, int kSteps>
-__device__ __forceinline__ void weigh(const uint32_t (&P_rmem)[kSteps][4],
-                                      float (&dP_rmem)[8 * kSteps]) {
-#pragma unroll
-    for (int i = 0; i < 8 * kSteps; ++i) {
-        dP_rmem[i] *= to_float<kDType>(Element(P_rmem[i / 8][i / 2 % 4] >> i % 2 * 16));
-    }
-}
-
-// Loads a tile of each of two tensors into the next slot of a ring, once it is empty, and the
-// statistics of its queries.
-template <uint32_t kBytes, int kSlots>
-__device__ __forceinline__ void load_pair(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
-                                          uint32_t slots_smem, const CUtensorMap &one,
-                                          const CUtensorMap &other, TilePlace place,
-                                          uint32_t statistics_smem, const float *statistics) {
-    const uint32_t slot_smem = slots_smem + ring.slot * 2 * kBytes;
-    barrier_wait(ring.barrier(empty), ring.lap ^ 1);
-    barrier_expect(ring.barrier(full), 2 * kBytes + kStatisticsBytes);
-    tma_load_tile(slot_smem, one, ring.barrier(full), place);
-    tma_load_tile(slot_smem + kBytes, other, ring.barrier(full), place);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
-                 "%2, [%3];" ::"r"(statistics_smem + ring.slot * kStatisticsBytes),
-                 "l"(statistics), "n"(kStatisticsBytes), "r"(ring.barrier(full))
-                 : "memory");
-    ring.advance();
-}
-
-// Gives a slot back, which the wgmma of this warp's rows no longer read, or hands one over.
-template <int kSlots>
-__device__ __forceinline__ void release(Ring<kSlots> &ring, uint32_t empty, int lane) {
-    if (lane == 0) {
-        barrier_arrive(ring.barrier(empty));
-    }
-    ring.advance();
-}
-
-// The sums of dQ of the 64 queries from `row` on, for a thread of a warpgroup: its 64 accumulators
-// in groups of 4. The four of neighbouring threads are neighbours, so that a warp has 512 bytes.
-__device__ __forceinline__ float4 *sums_of(const BackwardKernelArgs &args, int64_t row) {
-    return reinterpret_cast<float4 *>(args.dQ_sums + row * kDHead) + threadIdx.x % kWarpgroup;
-}
-
-// Adds a warpgroup's accumulators to the sums.
-template <int kCount>
-__device__ __forceinline__ void add(float4 *sums, const float (&D)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-        asm volatile(
-            "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i / 4 * kWarpgroup),
-            "f"(D[i]), "f"(D[i + 1]), "f"(D[i + 2]), "f"(D[i + 3])
-            : "memory");
-    }
-}
 
 template <typename Config>
 __global__ void __launch_bounds__(kDeltaThreads)
@@ -137,18 +59,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     convert_kernel(const __grid_constant__ BackwardKernelArgs args) {
     constexpr BackwardKernelConfig cfg = Config::value;
     extern __shared__ __align__(kPatternBytes) Element smem[]; // (B_r, d_head)
-    const TilePlace place = own_place<cfg.B_r>(args.len_q, args.heads);
-    const float4 *sums = sums_of(args, row_index(args, place));
-    float dQ_rmem[kDHead / 2];
-#pragma unroll
-    for (int i = 0; i < kDHead / 8; ++i) {
-        const float4 four = sums[i * kWarpgroup];
-        dQ_rmem[4 * i] = four.x, dQ_rmem[4 * i + 1] = four.y;
-        dQ_rmem[4 * i + 2] = four.z, dQ_rmem[4 * i + 3] = four.w;
-    }
-    store_rows<cfg.dtype, cfg.B_r>(args.dQ, place, smem_address(smem), threadIdx.x / 32 * kWarpRows,
-                                   dQ_rmem, args.softmax_scale);
-    tma_store_wait_read(); // after its end another thread block may have this memory
+    convert_sums<cfg.dtype, cfg.B_r>(args, smem_address(smem));
 }
 
 template <typename Config>
