@@ -32,4 +32,9 @@ struct alignas(128) BackwardKernelArgs {
     float scale, softmax_scale; // log2(e) · softmax_scale, softmax_scale
     float *dQ_sums; // (batch, heads, len_q · d_head): sums of dQ, in an order of their own
     float *statistics; // (batch, heads, len_q / B_r, 2, B_r): -LSE / softmax_scale and -delta
+    // Of persistent thread blocks: outputs, the counter of tiles that have been taken, all tiles.
+    void *dK_gmem, *dV_gmem;
+    TensorStrides dK_strides, dV_strides;
+    int *next_tile;
+    int tiles;
 };

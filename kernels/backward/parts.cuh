@@ -20,12 +20,19 @@ constexpr int kWarpRows = kWgmmaM / 4;
 template <int kRows>
 constexpr uint32_t kTileBytes = kDPieces * piece_bytes(kRows); // a tile (kRows, d_head)
 
-// The place of a thread block that has kRows of a head's rows. Blocks of one head are neighbours,
-// so they find the head's other tensors in the L2 cache.
+// The place of kRows of a head's rows, by default of those of the thread block. Blocks of one head
+// are neighbours, so they find the head's other tensors in the L2 cache.
 template <int kRows>
-__device__ __forceinline__ TilePlace own_place(int length, int heads) {
-    const int blocks = length / kRows, head = blockIdx.x / blocks;
-    return {int(blockIdx.x % blocks) * kRows, head % heads, head / heads};
+__device__ __forceinline__ TilePlace own_place(int length, int heads, uint32_t tile = blockIdx.x) {
+    const int blocks = length / kRows, head = tile / blocks;
+    return {int(tile % blocks) * kRows, head % heads, head / heads};
+}
+
+// The place of a tile of keys by its number. Behind the last tile the row is -1.
+template <int kRows>
+__device__ __forceinline__ TilePlace tile_place(const BackwardKernelArgs &args, int tile) {
+    return tile < args.tiles ? own_place<kRows>(args.len_k, args.heads / args.heads_per_kv, tile)
+                             : TilePlace{-1};
 }
 
 // The index of a query in LSE and delta.
@@ -150,6 +157,36 @@ __device__ __forceinline__ void store_rows(const CUtensorMap &tensor, TilePlace 
     }
 }
 
+// Loads a tile, if there is one: if not, the row of its place is -1, and the barrier's phase ends
+// without it.
+template <uint32_t kBytes>
+__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap &tensor,
+                                          uint32_t barrier, TilePlace place) {
+    barrier_expect(barrier, place.row < 0 ? 0 : kBytes);
+    if (place.row >= 0) {
+        tma_load_tile(tile_smem, tensor, barrier, place);
+    }
+}
+
+// The same into the next slot of a ring, once it is empty. The place goes with the tile.
+template <uint32_t kBytes, int kSlots>
+__device__ __forceinline__ void load_with_place(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
+                                                uint32_t slots_smem, const CUtensorMap &tensor,
+                                                uint32_t places_smem, TilePlace place) {
+    barrier_wait(ring.barrier(empty), ring.lap ^ 1);
+    store_place(places_smem + ring.slot * kPlaceBytes, place);
+    load_tile<kBytes>(slots_smem + ring.slot * kBytes, tensor, ring.barrier(full), place);
+    ring.advance();
+}
+
+// Waits for a tile and returns its place.
+template <int kSlots>
+__device__ __forceinline__ TilePlace wait_for_place(const Ring<kSlots> &ring, uint32_t full,
+                                                    uint32_t places_smem) {
+    barrier_wait(ring.barrier(full), ring.lap);
+    return load_place(places_smem + ring.slot * kPlaceBytes);
+}
+
 constexpr uint32_t kStatisticsBytes = 2 * kWgmmaM * sizeof(float); // of 64 queries
 // Loads a tile of each of two tensors into the next slot of a ring, once it is empty, and the
 // statistics of its queries.
@@ -213,4 +250,51 @@ __device__ __forceinline__ void convert_sums(const BackwardKernelArgs &args, uin
     store_rows<kDType, B_r>(args.dQ, place, tile_smem, threadIdx.x / 32 * kWarpRows, dQ_rmem,
                             args.softmax_scale);
     tma_store_wait_read(); // after its end another thread block may have this memory
+}
+
+// Four lanes have 32 columns of a row, packed: lane t has columns 8n + 2t and 8n + 2t + 1 in
+// packed[n]. Afterwards it has columns 8t … 8t + 7.
+__device__ __forceinline__ void exchange(uint32_t (&packed)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4 - bit; i += 3 - bit) { // the pairs (i, i + bit)
+            const uint32_t sent = upper ? packed[i] : packed[i + bit];
+            const uint32_t got = __shfl_xor_sync(0xffffffff, sent, bit);
+            packed[i] = upper ? got : packed[i];
+            packed[i + bit] = upper ? packed[i + bit] : got;
+        }
+    }
+}
+
+// Rounds 16 rows of a warp, times a factor, to 16 bits, stores them from row place.row on, and
+// makes the accumulators 0 for the next tile. The four lanes that have a row store 64 bytes of it
+// at once.
+template <DType kDType>
+__device__ __forceinline__ void store_sums(void *tensor, const TensorStrides &strides,
+                                           TilePlace place, int warp_row,
+                                           float (&D_rmem)[kDHead / 2], float factor) {
+    const int lane = threadIdx.x % 32;
+    Element *row = static_cast<Element *>(tensor) + place.batch * strides.batch +
+                   (place.row + warp_row + lane / 4) * strides.row + place.head * strides.head +
+                   lane % 4 * 8;
+    scale_rows(D_rmem, {factor, factor});
+#pragma unroll
+    for (int i = 0; i < kDHead / 2; i += 16) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                float &left = D_rmem[i + 4 * n + 2 * half],
+                      &right = D_rmem[i + 4 * n + 2 * half + 1];
+                packed[n] = pack<kDType>(left, right);
+                left = right = 0;
+            }
+            exchange(packed);
+            store_gmem_16(row + half * 8 * strides.row + 2 * i,
+                          make_uint4(packed[0], packed[1], packed[2], packed[3]));
+        }
+    }
 }

@@ -36,13 +36,15 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
+from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
     BARRIER_BYTES,
     CHUNK_BYTES,
     MAX_STRIDE,
+    NEXT_TILE,
+    PERSISTENT,
     PRODUCER,
     TARGET,
     WARP_ROWS,
@@ -60,7 +62,8 @@ _WRITTEN = {
 }
 DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
 
-# Buffers of float32: delta; sums of dQ; what S and dP of each query begin with.
+# Buffers of float32, beside the counter of tiles: delta; sums of dQ; what S and dP of each query
+# begin with.
 DELTAS, DQ_SUMS, STATISTICS = "delta", "dQ_sums", "statistics"
 
 # Traits of steps.
@@ -86,6 +89,10 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("len_q", "len_k", "heads", "heads_per_kv"), INT),
             **dict.fromkeys(("scale", "softmax_scale"), FLOAT),
             **dict.fromkeys((DQ_SUMS, STATISTICS), POINTER),
+            **dict.fromkeys(("dK_gmem", "dV_gmem"), POINTER),
+            **dict.fromkeys(("dK_strides", "dV_strides"), STRIDES),
+            NEXT_TILE: POINTER,
+            "tiles": INT,
         }
     ),
 )
@@ -152,7 +159,8 @@ class BackwardKernelConfig(Config):
             return DELTA_THREADS, 0
         if kernel == CONVERT:
             return WARPGROUP, own * self.d_head * ELEMENT_BYTES
-        tiles = 2 * (own + self.slots * walked) * self.d_head
+        n_own = 3 if self.is_persistent(kernel) else 2  # K has two slots
+        tiles = (n_own * own + 2 * self.slots * walked) * self.d_head
         statistics = 0
         if kernel == GRADIENTS:
             n_scores = DS_SLOTS
@@ -162,6 +170,10 @@ class BackwardKernelConfig(Config):
         scores = n_scores * self.B_r * self.B_c
         tile_bytes = (tiles + scores) * ELEMENT_BYTES
         return self.n_threads, tile_bytes + statistics * FLOAT.size + BARRIER_BYTES
+
+    def is_persistent(self, kernel: str) -> bool:
+        """Whether each thread block of a kernel takes one tile after the other from a counter."""
+        return kernel == GRADIENTS and PERSISTENT in self.step.traits
 
     @property
     def floats_per_query(self) -> Mapping[str, int]:
@@ -218,10 +230,16 @@ class BackwardKernelConfig(Config):
         """Raises ValueError unless a kernel can be built."""
 
     def most_runs(self, problem: AttentionBackward, device: Device) -> int:
-        """Return the runs of all blocks that a thread block of the longest kernel takes."""
+        """Return the runs of all blocks that a thread block of the longest kernel takes; one that
+        asks for tiles may get them all."""
         shared = problem.heads // problem.kv_heads
         blocks = max(problem.len_k // self.B_c, shared * problem.len_q // self.B_r)
-        return RUNS_PER_TILE * (blocks + 2)
+        tiles = self._k_tiles(problem) if self.is_persistent(self.main_kernel) else 1
+        return RUNS_PER_TILE * (blocks + 2) * tiles
+
+    def _k_tiles(self, problem: AttentionBackward) -> int:
+        """Return the tiles of keys of all heads that have keys."""
+        return -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
 
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
         """Return the launches of the kernels in turn."""
@@ -249,12 +267,23 @@ class BackwardKernelConfig(Config):
         pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse"}
         pointers |= {name: name for name in self.floats_per_query}
         q_tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
-        k_tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
+        k_tiles = self._k_tiles(problem)
+        buffers = {
+            name: FLOAT.size * floats * self.B_r * q_tiles
+            for name, floats in self.floats_per_query.items()
+        }
+        n_blocks = k_tiles
+        if self.is_persistent(GRADIENTS):
+            n_blocks = min(k_tiles, device.sms)
+            values |= {f"{name}_strides": strides[name.lower()][:3] for name in ("dK", "dV")}
+            values |= {"tiles": (k_tiles,)}
+            pointers |= {"dK_gmem": "dk", "dV_gmem": "dv", NEXT_TILE: NEXT_TILE}
+            buffers |= {NEXT_TILE: INT.size}  # which delta_kernel sets to 0
         blocks = {
             DELTA: q_tiles * (self.B_r // DELTA_ROWS),
             DQ: q_tiles // self.warpgroups,
             DKDV: k_tiles,
-            GRADIENTS: k_tiles,
+            GRADIENTS: n_blocks,
             CONVERT: q_tiles,
         }
         launches = tuple(
@@ -273,10 +302,7 @@ class BackwardKernelConfig(Config):
         )
         return Call(
             launches,
-            tuple(
-                Buffer(name, FLOAT.size * floats * self.B_r * q_tiles, zeroed=False)
-                for name, floats in self.floats_per_query.items()
-            ),
+            tuple(Buffer(name, size, zeroed=False) for name, size in buffers.items()),
         )
 
 
@@ -341,6 +367,12 @@ BACKWARD = Family(
             "early_scores",
             "S of the next block is issued before dK, beside which its exponentials run",
             _file(8),
+        ),
+        StepEntry(
+            "persistent",
+            "a thread block takes tiles from a counter, and begins the next before it stores one",
+            _file(9),
+            traits=frozenset({PERSISTENT, UNMEASURED}),
         ),
     ),
     targets=(TARGET,),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_tensors import on_sms
 from tiers import committed, each
 
 from flash_helpers.check.errors import measure_error
@@ -16,8 +17,9 @@ from flash_helpers.operations.attention_backward import OPERATION
 from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_backward.reference import reference
+from flash_helpers.registry.wgmma import PERSISTENT
 from flash_helpers.runtime import library
-from flash_helpers.runtime.simulator import run_shipped
+from flash_helpers.runtime.simulator import load_kernels, run_kernel, run_shipped
 
 CONFIGS = committed(OPERATION)
 
@@ -60,6 +62,23 @@ def test_every_kernel_is_right_on_heads_of_all_distributions(config) -> None:
     sizes = (whole, whole) if config.supports.blocks else (2 * config.B_r, 64)
     for distribution in OPERATION.distributions:
         assert_right_on(config, config.supports.problem(1, 1, *sizes), distribution)
+
+
+@each(c for c in CONFIGS if PERSISTENT in c.step.traits)
+@pytest.mark.parametrize("len_q", [64, 192])
+def test_a_thread_block_takes_one_tile_after_the_other(config, len_q) -> None:
+    """Of one block of queries per head, too, where a tile is over before the next but one is asked
+    for; in an order at random."""
+    problem = replace(config.supports.problem(2, 2, len_q, 2 * config.B_c), kv_heads=1)
+    inputs = draw("normal", problem)
+    right = reference(problem, inputs)
+    tensors = tensors_for(config, problem, inputs)
+    kernels = load_kernels(config)
+    options = problem.call_options()
+    run = run_kernel(config, kernels, tensors, device=on_sms(1), seed=len_q, **options)
+    assert run.faults == ()
+    for name in GRADIENTS:
+        assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])
 
 
 @each(CONFIGS, once=True)

@@ -3,6 +3,7 @@ show."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flash_helpers.check.faults import Fault, drop, nth, swap
@@ -17,6 +18,7 @@ from flash_helpers.ptx import (
     RaceError,
     WgmmaRegisterError,
 )
+from flash_helpers.registry.wgmma import PERSISTENT
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 BF16 = Element.BF16
@@ -75,6 +77,11 @@ FAULTS = {
         "b8", BF16, MAIN_LOOP, r"wgmma\.wait_group\S* 1;", swap(r" 1;", " 2;"), nth(0),
         WgmmaRegisterError, "exp2_approx", kernel="gradients_kernel",
     ),
+    "b9: V of a tile is not waited for": Fault(
+        "b9", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
+        "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "wgmma<cfg.dtype>(dP_rmem, V",
+        kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
@@ -88,8 +95,10 @@ def problem_of(config: Any) -> AttentionBackward:
 
 
 def device_of(config: Config) -> Device:
-    """Return the GPU that launches are made for."""
-    return largest_device(config.family.capabilities[0])
+    """Return the GPU that launches are made for, with one SM where a thread block takes several
+    tiles."""
+    largest = largest_device(config.family.capabilities[0])
+    return replace(largest, sms=1) if PERSISTENT in config.step.traits else largest
 
 
 def distribution_of(config: Config) -> str:
