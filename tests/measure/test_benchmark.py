@@ -102,6 +102,7 @@ from flash_helpers.measure.results import (
     interval,
     load_results,
     refuse_another_gpu,
+    results_by_family,
 )
 from flash_helpers.measure.staircases import stairs
 from flash_helpers.measure.timing import (
@@ -1579,8 +1580,26 @@ def test_a_family_with_a_file_of_the_same_gpu_shows_that(repository: Path, capsy
     assert update_tables(repository) == 2
     error = capsys.readouterr().err
     assert (
-        "family hopper was measured on NVIDIA H200, and the other families on NVIDIA H100" in error
+        "family hopper was measured on NVIDIA H200, and other families of attention_forward on "
+        "NVIDIA H100" in error
     )
+
+
+def test_families_of_an_operation_are_of_one_gpu_which_may_be_another(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks/results"
+    folder.mkdir(parents=True)
+    forward = full_results()
+    h200 = replace(forward, provenance=replace(forward.provenance, gpu="NVIDIA H200"))
+    h200.save(folder / "backward_h200.json")
+    forward.save(folder / "backward_sync_h100.json")
+    with pytest.raises(
+        ValueError, match=r"family backward\w* was measured on NVIDIA H\d00.*, and "
+    ):
+        results_by_family(tmp_path, forward)
+    h200.save(folder / "backward_sync_h200.json")
+    found = results_by_family(tmp_path, forward)
+    assert {found[n].provenance.gpu for n in ("backward", "backward_sync")} == {"NVIDIA H200"}
+    assert found["hopper"] == forward
 
 
 def test_a_check_writes_nothing(repository: Path) -> None:

@@ -816,36 +816,38 @@ def results_for(path: Path | None, root: Path) -> BenchmarkResults | None:
 
 
 def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
-    """Results that tables, plots and pages show for each family, by the family's name. All are of
-    one GPU: the given results, or a family's own file FAMILY_GPU.json of that GPU below `root`. A
-    family of an operation that neither has measured has results without measurements.
+    """Results that tables, plots and pages show for each family, by the family's name. All families
+    of an operation are of one GPU: that of the given results, or where these measure no kernel of
+    the operation, another one. A family has the given results, or its own file FAMILY_GPU.json
+    below `root`, the last by name. A family of an operation that was not measured has results
+    without measurements.
 
-    Raises as `load_results` does, and ValueError for a family that was measured on other GPUs only.
+    Raises as `load_results` does, and ValueError for a family that was measured on other GPUs only
+    than another of its operation.
     """
-    gpu = results.provenance.gpu
     measured = {m.operation.name for m in results.measurements}
-    found = {
-        name: results
-        if family.operation.name in measured
-        else replace(results, measurements=(), libraries=())
-        for name, family in FAMILIES.items()
-    }
-    for family in FAMILIES:
-        paths = (root / RESULTS).parent.glob(f"{family}_*.json")
+    gpus = dict.fromkeys(measured, results.provenance.gpu)
+    found = {}
+    for name, family in FAMILIES.items():
+        operation = family.operation.name
+        paths = (root / RESULTS).parent.glob(f"{name}_*.json")
         own = [
             load_results(path)
             for path in sorted(paths)
-            if re.fullmatch(r"[a-z]+\d+", path.stem.removeprefix(f"{family}_"))
+            if re.fullmatch(r"[a-z]+\d+", path.stem.removeprefix(f"{name}_"))
         ]
-        same = [of for of in own if of.provenance.gpu == gpu]
+        if own:
+            gpus.setdefault(operation, own[-1].provenance.gpu)
+        same = [of for of in own if of.provenance.gpu == gpus[operation]]
         if own and not same:
             others = ", ".join(sorted({of.provenance.gpu for of in own}))
             raise ValueError(
-                f"family {family} was measured on {others}, and the other families on {gpu}: "
-                f"speeds of two GPUs are not compared, measure {family} on {gpu} "
-                "(benchmarks/measure_family.py)"
+                f"family {name} was measured on {others}, and other families of {operation} on "
+                f"{gpus[operation]}: speeds of two GPUs are not compared, measure {name} on "
+                f"{gpus[operation]} (benchmarks/measure_family.py)"
             )
-        found[family] = same[-1] if same else found[family]
+        without = replace(results, measurements=(), libraries=())
+        found[name] = same[-1] if same else results if operation in measured else without
     return found
 
 
