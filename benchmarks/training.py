@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, positive
+from flash_helpers.console.progress import bar
 from flash_helpers.measure.command_line import (
     add_results_arguments,
     provenance_here,
@@ -20,14 +21,15 @@ from flash_helpers.measure.command_line import (
 from flash_helpers.runtime.backend import DEVICE_CHOICES, find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = "benchmarks/results/training_h100.json"
+RESULTS = "benchmarks/results/training_h200.json"
 D_HEADS = (64, 128)
 
 DESCRIPTION = """\
 Train a GPT of two layers to add numbers, from one seed: with attention(), with PyTorch's flash
 backend (on a CPU, its attention in bf16), and with attention computed in float32. All else is equal
 and in bf16. The losses of each step are written, and a table shows how far they are from those of
-float32.
+float32. Differences in rounding grow from step to step. To show how much is due to chance, each
+training is repeated from weights that differ by a millionth.
 """
 
 EXAMPLES = f"""\
@@ -35,7 +37,7 @@ examples:
   train on a GPU, print and write {RESULTS}:
     python benchmarks/training.py --device cuda
   two steps through the simulator:
-    python benchmarks/training.py --device cpu --steps 2 --batch 1 --seq 64 --json training.json
+    python benchmarks/training.py --device cpu --runs 1 --steps 2 --batch 1 --seq 64 --json two.json
 
 exit status: 0 trained, 2 wrong usage or no GPU, 130 interrupted
 """
@@ -47,6 +49,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_results_arguments(parser, ROOT, RESULTS)
     parser.add_argument(
         "--device", choices=DEVICE_CHOICES, default="cuda", help="cpu simulates (default: cuda)"
+    )
+    parser.add_argument(
+        "--runs", type=positive, default=6, metavar="N", help="of each training (default: 6)"
     )
     parser.add_argument("--steps", type=positive, default=200, metavar="N", help="(default: 200)")
     parser.add_argument("--batch", type=positive, default=16, metavar="N", help="(default: 16)")
@@ -61,15 +66,14 @@ def run(arguments: argparse.Namespace, command: str) -> None:
     import torch  # late, so that --help is fast
 
     import flash_attention
-    from flash_helpers.measure.training import (
+    from flash_helpers.measure.training import Attention, losses
+    from flash_helpers.measure.training_runs import (
         FLOAT32,
         LAB,
         PYTORCH,
-        Attention,
         Training,
         TrainingRecord,
         TrainingRuns,
-        losses,
     )
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -91,11 +95,17 @@ def run(arguments: argparse.Namespace, command: str) -> None:
         PYTORCH: usual,
         FLOAT32: in_float32,
     }
+    sizes = (arguments.steps, arguments.batch, arguments.seq)
+    asked = [
+        (Training(d_head, *sizes, moved=moved), name)
+        for d_head in D_HEADS
+        for name in attentions
+        for moved in range(arguments.runs)
+    ]
     records = []
-    for d_head in D_HEADS:
-        training = Training(d_head, arguments.steps, arguments.batch, arguments.seq)
-        for name, attention in attentions.items():
-            found = losses(training, attention, backend.device, torch.bfloat16)
+    with bar(asked, desc="training", unit="model") as trainings:
+        for training, name in trainings:
+            found = losses(training, attentions[name], backend.device, torch.bfloat16)
             records.append(TrainingRecord(training, name, found))
     runs = TrainingRuns(provenance_here(backend, command, arguments, ROOT), "bf16", tuple(records))
     print(runs.table().text())

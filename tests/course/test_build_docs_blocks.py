@@ -64,6 +64,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "calls": "call_overhead_h100",
         "first_calls": "first_call_h100",
         "compilers": "compilers_h100",
+        "training": "training_h200",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")

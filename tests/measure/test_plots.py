@@ -55,6 +55,7 @@ from flash_helpers.measure.results import (
     load_results,
     results_by_family,
 )
+from flash_helpers.measure.training_plot import FILES, picture_path
 
 BOTH = (PROGRESSION, SEQ_LEN)
 
@@ -217,7 +218,8 @@ return [...new Set(found)];
 @pytest.mark.slow
 def test_no_text_of_a_committed_plot_is_crossed_in_a_browser(root: Path, tmp_path: Path) -> None:
     """The files may be older than the code that draws them."""
-    pictures = [*PLOTS, *map(stairs_path, FAMILIES)]
+    trainings = (picture_path(file.stem) for file in (root / RESULTS).parent.glob(FILES))
+    pictures = [*PLOTS, *map(stairs_path, FAMILIES), *trainings]
     with open_browser(tmp_path) as browser:
         struck = {}
         for picture in pictures:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the staircases of the course."""
+"""Draw the staircases of the course, and the losses of trainings."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.course.stairs import FOLDER, stairs_svg, stale_stairs
 from flash_helpers.measure.plots import PlotError
 from flash_helpers.measure.results import RESULTS
+from flash_helpers.measure.training_plot import FILES, stale_trainings, training_svg
+from flash_helpers.measure.training_plot import FOLDER as TRAININGS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = f"""\
-Draw the staircase of each family as SVG into {FOLDER}, if it is absent or its numbers differ from
-{RESULTS} and the family's own results (needs matplotlib). All other pictures of the course are
-drawings, committed in docs/images/course.
+Draw SVG files that are absent or whose numbers differ from the measurements (needs matplotlib): the
+staircase of each family, of {RESULTS} and the family's own results, into {FOLDER};
+and the losses of each {RESULTS.with_name(FILES)}, into {TRAININGS}.
+All other pictures of the course are drawings, committed in docs/images/course.
 """
 
 EXAMPLES = """\
 examples:
   after a new measurement or a new step:
     python tools/docs/draw_pictures.py
-  do all staircases agree with the measurements? (exit 1 and their names if not)
+  do all of them agree with the measurements? (exit 1 and the names of those that do not)
     python tools/docs/draw_pictures.py --check
 
-exit status: 0 all staircases are up to date or were drawn, 1 --check found a stale staircase,
-2 wrong usage, or matplotlib is missing
+exit status: 0 all are up to date or were drawn, 1 --check found a stale one, 2 wrong usage, or
+matplotlib is missing
 """
 
 
@@ -44,20 +47,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if a staircase is stale"
+        "--check", action="store_true", help="write nothing; exit 1 if a picture is stale"
     )
     return parser.parse_args(argv)
 
 
 def update(arguments: argparse.Namespace) -> int:
     """Draw or check; returns the exit status. Raises ValueError, OSError and PlotError."""
-    stale = stale_stairs(arguments.root)
-    for path, numbers in stale.items():
-        name = path.relative_to(arguments.root)
+    root = arguments.root
+    stale = {
+        path: (svg, numbers)
+        for svg, found in ((stairs_svg, stale_stairs(root)), (training_svg, stale_trainings(root)))
+        for path, numbers in found.items()
+    }
+    for path, (svg, numbers) in stale.items():
+        name = path.relative_to(root)
         if arguments.check:
             print(f"{name} is absent or shows other numbers than the measurements")
         else:
-            write_if_different(path, stairs_svg(numbers))
+            write_if_different(path, svg(numbers))
             print(f"{name} written")
     if not stale:
         print("all is up to date")

@@ -26,6 +26,7 @@ from flash_helpers.course.clock_blocks import (
 from flash_helpers.course.counter_blocks import counters_block
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
+from flash_helpers.course.gradient_blocks import training_block
 from flash_helpers.course.links import nav_block, next_block, path_block, picture_block
 from flash_helpers.course.number_blocks import SOURCES, numbers_block
 from flash_helpers.course.sass_blocks import (
@@ -139,6 +140,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "compilers": Kind(
         "NAME", "benchmarks/results/NAME.json, speeds by two compilers", compilers_block, 1, 1
+    ),
+    "training": Kind(
+        "NAME", "benchmarks/results/NAME.json, losses of trainings", training_block, 1, 1
     ),
     "live_registers": Kind(
         "", "the share of live registers that are those of nvdisasm", live_registers_block

@@ -380,18 +380,19 @@ def supports_block(evidence: Evidence, arguments: Arguments) -> str:
 
 def calls_block(evidence: Evidence, arguments: Arguments) -> str:
     """Host time per call, from a file in the folder of RESULTS."""
-    return CallOverhead.load(_result(evidence, arguments)).markdown()
+    return CallOverhead.load(result_path(evidence, arguments)).markdown()
 
 
 def first_calls_block(evidence: Evidence, arguments: Arguments) -> str:
     """Host time of a process's first calls, from a file in the folder of RESULTS."""
-    return FirstCalls.load(_result(evidence, arguments)).markdown()
+    return FirstCalls.load(result_path(evidence, arguments)).markdown()
 
 
 def compilers_block(evidence: Evidence, arguments: Arguments) -> str:
     """Speeds of kernels by two compilers, from a file in the folder of RESULTS."""
-    return CompilerComparison.load(_result(evidence, arguments)).markdown()
+    return CompilerComparison.load(result_path(evidence, arguments)).markdown()
 
 
-def _result(evidence: Evidence, arguments: Arguments) -> Path:
+def result_path(evidence: Evidence, arguments: Arguments) -> Path:
+    """Path of the file in the folder of RESULTS that the first word names."""
     return evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")

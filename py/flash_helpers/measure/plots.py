@@ -252,9 +252,11 @@ def plot_figure(said: str, panels: Sequence[str]) -> Figure:
     return drawn_figure(draw, (_WIDTH, _PANEL_HEIGHT), len(panels))
 
 
-def drawn_figure(draw: Callable[..., None], size: tuple[float, float], n_panels: int = 1) -> Figure:
-    """Draw a figure of panels below each other in the style of this module. size: of each panel, in
-    inches. draw: called with the axes of all panels.
+def drawn_figure(
+    draw: Callable[..., None], size: tuple[float, float], n_rows: int = 1, n_columns: int = 1
+) -> Figure:
+    """Draw a figure of rows of panels in the style of this module. size: of each row, in inches.
+    draw: called with the axes of all panels, row by row.
 
     Raises PlotError without matplotlib.
     """
@@ -264,9 +266,9 @@ def drawn_figure(draw: Callable[..., None], size: tuple[float, float], n_panels:
 
     with matplotlib.rc_context(dict(_STYLE)):
         width, height = size
-        figure = Figure(figsize=(width, height * n_panels), layout="constrained")
+        figure = Figure(figsize=(width, height * n_rows), layout="constrained")
         figure.patch.set_alpha(0)
-        panels = figure.subplots(n_panels, squeeze=False)[:, 0]
+        panels = [*figure.subplots(n_rows, n_columns, squeeze=False).flat]
         for axes in panels:
             axes.patch.set_alpha(0)
             axes.grid(axis="y", color=_GRID, linewidth=0.8)

@@ -1,37 +1,19 @@
-"""A tiny GPT that learns to add, trained with one attention or another: its losses, beside those of
-the same training with attention in float32."""
+"""A tiny GPT that learns to add, trained with one attention or another, and its losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
 
-from flash_helpers.console.tables import Table, number
-from flash_helpers.measure.results import Provenance, RecordFile
+from flash_helpers.measure.training_runs import MOVED, Training
 
 # Takes q, k and v of shape (batch, seq, heads, d_head), and returns the output of causal attention.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-LAB, PYTORCH, FLOAT32 = "attention()", "PyTorch's attention", "PyTorch's attention in float32"
 SIGNS = "0123456789+=\n"
 LAYERS = 2
-
-
-@dataclass(frozen=True)
-class Training:
-    """A training. `width`: of the model, in heads of `d_head`. `seed`: of weights and sums."""
-
-    d_head: int
-    steps: int = 200
-    batch: int = 16
-    seq: int = 256
-    width: int = 256
-    learning_rate: float = 1e-3
-    seed: int = 0
 
 
 class Block(nn.Module):
@@ -96,7 +78,10 @@ def losses(
     float32.
     """
     torch.manual_seed(training.seed)
-    model = Gpt(training, attention).to(device)
+    model = Gpt(training, attention)
+    if training.moved:
+        _move(model, training.moved)
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), training.learning_rate)
     found = []
     for text, _ in zip(sums(training), range(training.steps), strict=False):
@@ -111,45 +96,10 @@ def losses(
     return tuple(torch.stack(found).tolist())
 
 
-@dataclass(frozen=True)
-class TrainingRecord:
-    """The losses of one training. `attention`: LAB, PYTORCH or FLOAT32."""
-
-    training: Training
-    attention: str
-    losses: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class TrainingRuns(RecordFile):
-    """Everything that one run measured: each training once with each attention."""
-
-    FORMAT: ClassVar[int] = 1
-    HOLDS: ClassVar[str] = "losses of trainings"
-
-    provenance: Provenance
-    dtype: str
-    records: tuple[TrainingRecord, ...]
-
-    def table(self) -> Table:
-        """One row per training and attention: the loss at the beginning and in the end, and the
-        largest distance from the losses of attention in float32."""
-        right = {r.training: r.losses for r in self.records if r.attention == FLOAT32}
-        rows = [
-            [
-                str(record.training.d_head),
-                record.attention,
-                number(record.losses[0], 3),
-                number(record.losses[-1], 3),
-                number(
-                    max(
-                        abs(own - other)
-                        for own, other in zip(record.losses, right[record.training], strict=True)
-                    ),
-                    4,
-                ),
-            ]
-            for record in self.records
-        ]
-        header = ["d_head", "attention", "first loss", "last loss", "most from float32"]
-        return Table(header, rows, align="rl")
+@torch.no_grad()
+def _move(model: nn.Module, seed: int) -> None:
+    """Change each weight by MOVED of it, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+    for weights in model.parameters():
+        is_up = torch.rand(weights.shape, generator=generator) < 0.5
+        weights.mul_(1 + MOVED * torch.where(is_up, 1.0, -1.0))
