@@ -26,7 +26,7 @@ from flash_helpers.operations.attention_backward.problems import measured
 from flash_helpers.runtime.backend import find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = "benchmarks/results/autograd_h100.json"
+RESULTS = "benchmarks/results/autograd_h200.json"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 DESCRIPTION = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 import pytest
 from fake_backend import fake_backend
 from torch.nn.attention import SDPBackend
@@ -9,12 +11,14 @@ from torch.nn.attention import SDPBackend
 import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.console.tables import DASH
+from flash_helpers.course.blocks import render
+from flash_helpers.course.evidence import Evidence
 from flash_helpers.kernel_configs import Element
 from flash_helpers.measure import autograd
 from flash_helpers.measure.autograd import BACKENDS, LAB, AutogradSpeeds, contenders
 from flash_helpers.measure.benchmark import InputSet
 from flash_helpers.measure.machine import provenance
-from flash_helpers.measure.results import Measurement, Protocol
+from flash_helpers.measure.results import RESULTS, Measurement, Protocol
 from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.operations.attention_backward.reference import reference
@@ -44,24 +48,35 @@ def timed(name: str, problem: AttentionBackward, *samples_ms: float) -> Measurem
     )
 
 
+SHORT, LONG = (AttentionBackward(1, 1, n, causal=True, dtype=Element.BF16) for n in (512, 1024))
+SPEEDS = AutogradSpeeds(
+    provenance(fake_backend(), "autograd.py", "68cfc22"),
+    Protocol(),
+    (
+        timed(LAB, SHORT, 1e-3, 1e-3, 2e-3),
+        timed("flash", SHORT, 2e-3, 2e-3, 4e-3),
+        timed("cuDNN", SHORT, 1.5e-3, 3e-3, 2.4e-3),
+        timed(LAB, LONG, 1.0),
+        timed("flash", LONG, 1.25),
+        timed("cuDNN", LONG),
+    ),
+)
+
+
 def test_the_ratio_is_that_to_the_faster_backend_in_each_round(tmp_path) -> None:
-    short, long = (AttentionBackward(1, 1, n, causal=True, dtype=Element.BF16) for n in (512, 1024))
-    speeds = AutogradSpeeds(
-        provenance(fake_backend(), "autograd.py", "68cfc22"),
-        Protocol(),
-        (
-            timed(LAB, short, 1e-3, 1e-3, 2e-3),
-            timed("flash", short, 2e-3, 2e-3, 4e-3),
-            timed("cuDNN", short, 1.5e-3, 3e-3, 2.4e-3),
-            timed(LAB, long, 1.0),
-            timed("flash", long, 1.25),
-            timed("cuDNN", long),
-        ),
-    )
-    speeds.save(tmp_path / "speeds.json")
-    assert AutogradSpeeds.load(tmp_path / "speeds.json") == speeds
-    first, second = speeds.table().rows
-    assert (first[0], first[-1]) == (str(short), "1.50")  # of 1.5, 2.0 and 1.2
+    SPEEDS.save(tmp_path / "speeds.json")
+    assert AutogradSpeeds.load(tmp_path / "speeds.json") == SPEEDS
+    first, second = SPEEDS.table().rows
+    assert (first[0], first[-1]) == (str(SHORT), "1.50")  # of 1.5, 2.0 and 1.2
     assert second[-2:] == [DASH, "1.25"]
     operations = 3.5 * 4 * 512 * 512 * 128 / 2
     assert first[1] == f"{operations / 1e-3 / 1e9:.0f}"
+
+
+def test_a_page_shows_the_table_and_how_it_was_measured(tmp_path) -> None:
+    path = tmp_path / RESULTS.with_name("autograd_h100.json")
+    path.parent.mkdir(parents=True)
+    SPEEDS.save(path)
+    text = render(Evidence(tmp_path), "autograd", "autograd_h100", PurePosixPath("docs/using.md"))
+    assert text.startswith(SPEEDS.table().markdown())
+    assert "commit 68cfc22" in text and "PyTorch's faster backend" in text

@@ -26,7 +26,7 @@ from flash_helpers.course.clock_blocks import (
 from flash_helpers.course.counter_blocks import counters_block
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
-from flash_helpers.course.gradient_blocks import training_block
+from flash_helpers.course.gradient_blocks import autograd_block, training_block
 from flash_helpers.course.links import nav_block, next_block, path_block, picture_block
 from flash_helpers.course.number_blocks import SOURCES, numbers_block
 from flash_helpers.course.sass_blocks import (
@@ -143,6 +143,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "training": Kind(
         "NAME", "benchmarks/results/NAME.json, losses of trainings", training_block, 1, 1
+    ),
+    "autograd": Kind(
+        "NAME", "benchmarks/results/NAME.json, speed through autograd", autograd_block, 1, 1
     ),
     "live_registers": Kind(
         "", "the share of live registers that are those of nvdisasm", live_registers_block

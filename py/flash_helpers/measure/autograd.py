@@ -86,6 +86,19 @@ class AutogradSpeeds(RecordFile):
         header = ["problem", "attention(), TFLOP/s", *BACKENDS, "ratio"]
         return Table(header, rows)
 
+    def markdown(self) -> str:
+        """Markdown of the table, and of the machine and software of the measurement."""
+        rounds, load = self.protocol.rounds, self.protocol.loads[0]
+        sentence = self.provenance.sentence(
+            self.provenance.built_with,
+            f"PyTorch {self.provenance.torch}, cuDNN {self.provenance.cudnn}",
+        )
+        return (
+            f"{self.table().markdown()}\n\nThe ratio is that to PyTorch's faster backend. Medians "
+            f"of {rounds} samples of {load.sample_ms:g} ms, in turns without a pause, replayed "
+            f"from CUDA graphs. {sentence}"
+        )
+
 
 def _tflops(found: Measurement) -> str:
     if not found.samples_ms:
