@@ -14,6 +14,7 @@ struct BackwardKernelConfig {
     int B_r; // queries of a tile of Q and dO
     int B_c; // keys of a tile of K and V, 64 for each warpgroup that computes
     int slots; // tiles of each tensor that the loops walk
+    bool causal; // a causal mask, aligned to the bottom right
     // fields:end
 
     friend auto operator<=>(const BackwardKernelConfig &, const BackwardKernelConfig &) = default;
@@ -36,5 +37,5 @@ struct alignas(128) BackwardKernelArgs {
     void *dK_gmem, *dV_gmem;
     TensorStrides dK_strides, dV_strides;
     int *next_tile;
-    int tiles;
+    int tiles, head_group, last_heads; // heads of K per group of causal tiles, and in the last one
 };

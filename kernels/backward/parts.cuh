@@ -97,6 +97,19 @@ __device__ __forceinline__ void begin(float (&D_rmem)[kCount], const float *of_q
     }
 }
 
+// Logits of keys behind the query become -infinity in a block on the diagonal. Rows are keys, the
+// warp's from warp_row on; columns are queries.
+template <int kCount>
+__device__ __forceinline__ void hide_keys(float (&S_rmem)[kCount], int warp_row) {
+    const int lane = threadIdx.x % 32, first = warp_row + lane / 4 - lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if (i / 4 * 8 + i % 2 < first + i / 2 % 2 * 8) {
+            S_rmem[i] = -INFINITY;
+        }
+    }
+}
+
 // P = 2^(S · scale) in the place of S.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale) {

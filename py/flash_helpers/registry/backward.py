@@ -35,7 +35,7 @@ from flash_helpers.registry.call import (
     Launch,
     StructLayout,
 )
-from flash_helpers.registry.config import Config, element, number
+from flash_helpers.registry.config import Config, element, flag, number, with_flags
 from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
@@ -72,6 +72,9 @@ ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory 
 DS_SLOTS = 2  # of that dS
 THIRD_WARPGROUP = "third_warpgroup"  # computes dQ, and loads
 STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and delta
+GROUP_BYTES = 16 << 20  # of the tensors of heads whose causal tiles are taken together
+LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
+FLAGS = ("causal",)  # of a config, for which kernels are compiled
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
 # Names of tensors by the members of the arguments that hold their tensor maps.
@@ -92,7 +95,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("dK_gmem", "dV_gmem"), POINTER),
             **dict.fromkeys(("dK_strides", "dV_strides"), STRIDES),
             NEXT_TILE: POINTER,
-            "tiles": INT,
+            **dict.fromkeys(("tiles", "head_group", "last_heads"), INT),
         }
     ),
 )
@@ -104,7 +107,8 @@ class BackwardKernelConfig(Config):
 
     `B_r`: queries of a tile of Q and dO, those of a warpgroup of `dq_kernel`. `B_c`: keys of a tile
     of K and V, 64 for each warpgroup of the main kernel that computes. `slots`: tiles of each
-    tensor that a loop walks which shared memory holds.
+    tensor that a loop walks which shared memory holds. `causal`: the kernels mask, and take causal
+    problems alone.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -117,11 +121,16 @@ class BackwardKernelConfig(Config):
     B_r: int = number("Br", "queries of a tile of Q and dO")
     B_c: int = number("Bc", "keys of a tile of K and V, 64 for each warpgroup that computes")
     slots: int = number("sl", "tiles of each tensor that the loops walk", default=1)
+    causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
 
     @property
     def family(self) -> Family[Any]:
         """The backward family."""
         return BACKWARD
+
+    def variants(self) -> tuple[BackwardKernelConfig, ...]:
+        """Return the config, and those with other flags that its step has."""
+        return with_flags(self, (name for name in FLAGS if name in self.step.tunable))
 
     @property
     def warpgroups(self) -> int:
@@ -221,6 +230,7 @@ class BackwardKernelConfig(Config):
             max_length=MAX_LENGTH,
             B_r=self.B_r,
             B_c=self.B_c,
+            causal=self.causal,
             min_scale=MIN_SCALE if STATISTICS_FIRST in self.step.traits else 0.0,
             deterministic=self.step.is_deterministic,
             abilities=frozenset({TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE}),
@@ -240,6 +250,17 @@ class BackwardKernelConfig(Config):
     def _k_tiles(self, problem: AttentionBackward) -> int:
         """Return the tiles of keys of all heads that have keys."""
         return -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
+
+    def _order(self, problem: AttentionBackward, device: Device) -> dict[str, tuple[int]]:
+        """Return the heads of K and V whose causal tiles are taken together, longest first: their
+        K, V, Q, dO and sums of dQ stay in the L2 cache. And those of the last group, of which each
+        thread block takes some tiles: the more there are, the shorter the last ones of all are."""
+        heads = problem.kv_heads * problem.batch
+        per_query = (2 * ELEMENT_BYTES + FLOAT.size) * problem.heads // problem.kv_heads
+        head_bytes = self.d_head * (per_query * problem.len_q + 2 * ELEMENT_BYTES * problem.len_k)
+        group = min(heads, max(1, GROUP_BYTES // head_bytes))
+        last = -(-LAST_ROUNDS * device.sms // (problem.len_k // self.B_c))
+        return {"head_group": (group,), "last_heads": (min(heads, max(group, last)),)}
 
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
         """Return the launches of the kernels in turn."""
@@ -276,7 +297,7 @@ class BackwardKernelConfig(Config):
         if self.is_persistent(GRADIENTS):
             n_blocks = min(k_tiles, device.sms)
             values |= {f"{name}_strides": strides[name.lower()][:3] for name in ("dK", "dV")}
-            values |= {"tiles": (k_tiles,)}
+            values |= {"tiles": (k_tiles,)} | self._order(problem, device)
             pointers |= {"dK_gmem": "dk", "dV_gmem": "dv", NEXT_TILE: NEXT_TILE}
             buffers |= {NEXT_TILE: INT.size}  # which delta_kernel sets to 0
         blocks = {
@@ -310,6 +331,12 @@ def _file(number: int) -> str:
     return f"kernels/backward/b{number}.cuh"
 
 
+def causal_configs() -> list[BackwardKernelConfig]:
+    """Return the causal configs of the last step."""
+    last = [*BACKWARD.steps.values()][-1]
+    return [BACKWARD.fixed_config(last, dtype).replace(causal=True) for dtype in BACKWARD.dtypes]
+
+
 BACKWARD = Family(
     name="backward",
     operation=OPERATION,
@@ -317,7 +344,7 @@ BACKWARD = Family(
     prefix="b",
     rank=7,
     config=BackwardKernelConfig,
-    base=MappingProxyType({"d_head": 128, "B_r": 64, "B_c": 64, "slots": 1}),
+    base=MappingProxyType({"d_head": 128, "B_r": 64, "B_c": 64, "slots": 1, "causal": False}),
     entries=(
         StepEntry(
             "two_kernels",
@@ -374,12 +401,20 @@ BACKWARD = Family(
             _file(9),
             traits=frozenset({PERSISTENT, UNMEASURED}),
         ),
+        StepEntry(
+            "causal",
+            "causal: a tile begins at the diagonal, and the longest tiles come first",
+            _file(10),
+            opens={"causal": (False,)},
+            traits=frozenset({UNMEASURED}),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),
     header=PurePosixPath("kernels/backward/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=4_000_000,
-    matrix_budget=11_000_000,
+    simulated_budget=5_000_000,
+    matrix_budget=14_000_000,
+    also_listed=causal_configs,
 )

@@ -64,18 +64,17 @@ def test_every_kernel_is_right_on_heads_of_all_distributions(config) -> None:
         assert_right_on(config, config.supports.problem(1, 1, *sizes), distribution)
 
 
-@each(c for c in CONFIGS if PERSISTENT in c.step.traits)
-@pytest.mark.parametrize("len_q", [64, 192])
-def test_a_thread_block_takes_one_tile_after_the_other(config, len_q) -> None:
-    """Of one block of queries per head, too, where a tile is over before the next but one is asked
-    for; in an order at random."""
-    problem = replace(config.supports.problem(2, 2, len_q, 2 * config.B_c), kv_heads=1)
+@each(c for c in CONFIGS if PERSISTENT in c.step.traits and c.dtype is Element.BF16)
+def test_a_thread_block_takes_one_tile_after_the_other(config) -> None:
+    """In an order of completion at random."""
+    problem = config.supports.problem(1, 2, config.supports.whole, 3 * config.B_c)
+    problem = replace(problem, kv_heads=1)
     inputs = draw("normal", problem)
     right = reference(problem, inputs)
     tensors = tensors_for(config, problem, inputs)
     kernels = load_kernels(config)
     options = problem.call_options()
-    run = run_kernel(config, kernels, tensors, device=on_sms(1), seed=len_q, **options)
+    run = run_kernel(config, kernels, tensors, device=on_sms(1), seed=1, **options)
     assert run.faults == ()
     for name in GRADIENTS:
         assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])

@@ -23,6 +23,7 @@ from flash_helpers.registry.wgmma import PERSISTENT
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 BF16 = Element.BF16
 BARRIER = r"bar\.sync"
+CAUSAL = {"causal": True}
 PROXY_FENCE = r"fence\.proxy\.async"
 
 FAULTS = {
@@ -81,6 +82,10 @@ FAULTS = {
         "b9", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
         "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "wgmma<cfg.dtype>(dP_rmem, V",
         kernel="gradients_kernel",
+    ),
+    "b10: a block that a warpgroup does not see has the dS of an earlier one": Fault(
+        "b10", BF16, MAIN_LOOP, r"stmatrix.*\{(%r\d+), \1, \1, \1\}", drop,
+        quantity="dS of dQ", turn=0, options=CAUSAL, kernel="gradients_kernel",
     ),
 }  # fmt: skip
 
