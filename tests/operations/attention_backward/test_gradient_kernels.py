@@ -17,6 +17,7 @@ from flash_helpers.operations.attention_backward import OPERATION
 from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_backward.reference import reference
+from flash_helpers.registry import backward
 from flash_helpers.registry.wgmma import PERSISTENT
 from flash_helpers.runtime import library
 from flash_helpers.runtime.simulator import load_kernels, run_kernel, run_shipped
@@ -76,6 +77,24 @@ def test_a_thread_block_takes_one_tile_after_the_other(config) -> None:
     options = problem.call_options()
     run = run_kernel(config, kernels, tensors, device=on_sms(1), seed=1, **options)
     assert run.faults == ()
+    for name in GRADIENTS:
+        assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])
+
+
+def test_causal_tiles_of_groups_of_heads_come_once_each(monkeypatch) -> None:
+    """Of five heads two, one, and the two of the last group."""
+    config = next(c for c in CONFIGS if PERSISTENT in c.step.traits and c.supports.causal)
+    problem = config.supports.problem(1, 5, config.supports.whole, 2 * config.B_c)
+    bytes_of_a_head = 128 * (8 * problem.len_q + 4 * problem.len_k)
+    monkeypatch.setattr(backward, "GROUP_BYTES", 2 * bytes_of_a_head)
+    inputs = draw("normal", problem)
+    right = reference(problem, inputs)
+    tensors = tensors_for(config, problem, inputs)
+    options = problem.call_options()
+    run = run_kernel(config, load_kernels(config), tensors, device=on_sms(1), **options)
+    assert run.faults == ()
+    values = config.call(problem, problem.strides(), on_sms(1)).launches[0].values
+    assert (values["head_group"], values["last_heads"]) == ((2,), (2,))
     for name in GRADIENTS:
         assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])
 
