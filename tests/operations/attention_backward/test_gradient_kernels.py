@@ -17,6 +17,7 @@ from flash_helpers.operations.attention_backward import OPERATION
 from flash_helpers.operations.attention_backward.inputs import draw
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_backward.reference import reference
+from flash_helpers.operations.attention_forward.reference import attention_of
 from flash_helpers.registry import backward
 from flash_helpers.registry.wgmma import PERSISTENT
 from flash_helpers.runtime import library
@@ -109,6 +110,37 @@ def test_a_query_with_an_lse_of_minus_infinity_adds_nothing(config) -> None:
     assert found["dq"][:, 0].eq(0).all()
     inputs["lse"][:] = -torch.inf
     assert all(gradient.eq(0).all() for gradient in gradients(config, problem, inputs).values())
+
+
+def a_row_more_than_whole_tiles(config: Config) -> AttentionBackward:
+    supports = config.supports
+    return supports.problem(1, 1, supports.B_r + 1, supports.B_c + 1)
+
+
+@each([config for config in CONFIGS if not config.supports.blocks], once=True)
+def test_rows_behind_the_ends_add_nothing_where_all_logits_are_low(config) -> None:
+    """Their logits would be 0, and e^(0 - LSE) infinite."""
+    problem = a_row_more_than_whole_tiles(config)
+    inputs = draw("normal", problem)
+    inputs["q"][..., :] = inputs["q"].abs() + 8
+    inputs["k"][..., :] = -inputs["k"].abs() - 8
+    o, lse = attention_of(problem, inputs)
+    inputs |= {"o": o.to(inputs["q"].dtype), "lse": lse.float()}
+    assert problem.softcap or lse[lse.isfinite()].max() < -200
+    right = reference(problem, inputs)
+    for name, found in gradients(config, problem, inputs).items():
+        assert measure_error(found, right.expected[name]).within(right.bounds[name])
+
+
+@each([config for config in CONFIGS if not config.supports.blocks], once=True)
+def test_a_nan_of_the_last_query_reaches_no_other_dq(config) -> None:
+    problem = a_row_more_than_whole_tiles(config)
+    inputs = draw("normal", problem)
+    expected = gradients(config, problem, inputs)["dq"][:, :-1]
+    inputs["do"][:, -1, :, 0] = torch.nan
+    dq = gradients(config, problem, inputs)["dq"]
+    assert dq[:, -1].isnan().all()
+    assert dq[:, :-1].equal(expected)
 
 
 def test_a_scale_by_which_the_lse_cannot_be_divided_is_refused() -> None:
