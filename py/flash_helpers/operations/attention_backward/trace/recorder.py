@@ -6,7 +6,8 @@ keys, adds to dQ; times dO, along the queries, to dV; times Q to dK. Tensors are
 that brought their rows (`shared_rows`). The rows of a computed factor are those of the S or dP that
 it follows from, in registers or by way of shared memory.
 
-The LSE is the subtrahend in the exponents of S, P the exponential, delta the subtrahend of dP.
+The LSE is the subtrahend in the exponents of S, P the exponential, delta the subtrahend of dP. A
+summand that is a constant, or one of two, hides keys and is no LSE.
 Where a kernel subtracts neither, since it adds the products to -LSE / softmax_scale or to -delta,
 these are read from the accumulators, and S and dP are what the products add. No line of the source
 and no order of products is named.
@@ -201,7 +202,7 @@ def _plan(kernel: Kernel) -> _Plan:
         if i.name == "ex2":
             add("P", i, 0, 1, i.operands[1])
             for source in flow.sources(i, i.operands[1]):
-                if source.name == "fma":
+                if source.name == "fma" and not _is_chosen(flow, source, source.operands[3]):
                     add("LSE", source, 3, -1, source.operands[1])
         elif i.name == "sub" and "f32" in i.types and _is_product(flow, i, i.operands[1]):
             add("delta", i, 2, 1, i.operands[1])
@@ -246,6 +247,14 @@ def _index(writer: Instruction, register: Operand, writers: Sequence[Instruction
 
 def _is_product(flow: DataFlow, reader: Instruction, operand: Operand) -> bool:
     return any(i.name == "mma" or is_wgmma(i) for i in flow.sources(reader, operand))
+
+
+def _is_chosen(flow: DataFlow, reader: Instruction, operand: Operand) -> bool:
+    """Whether an operand is a constant or one of two."""
+    return all(
+        i.name == "selp" and not any(isinstance(x, Register) for x in i.operands[1:3])
+        for i in flow.sources(reader, operand)
+    )
 
 
 def _scores(flow: DataFlow, reader: Instruction, operand: Operand) -> tuple[tuple[int, ...], int]:
