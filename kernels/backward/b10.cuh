@@ -56,30 +56,13 @@ __device__ __forceinline__ TilePlace tile_place(const BackwardKernelArgs &args, 
     return {tile / heads * B_c, head % kv_heads, head / kv_heads};
 }
 
-// Keeps all of P before what follows: a warp barrier whose mask comes from P, as in h18. No P has a
-// sign, so the mask is always all lanes, but ptxas cannot know that.
-template <int kCount>
-__device__ __forceinline__ void keep_before(const float (&P_rmem)[kCount]) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        bits |= __float_as_uint(P_rmem[i]);
-    }
-    __syncwarp(__ballot_sync(0xffffffff, int(bits) >= 0));
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ BackwardKernelArgs args) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         *args.next_tile = 0;
     }
-    constexpr int kFours = kDeltaRows * kDHead / 4;
-    float4 *sums = reinterpret_cast<float4 *>(args.dQ_sums) + int64_t(blockIdx.x) * kFours;
-#pragma unroll
-    for (int i = 0; i < kFours; i += kDeltaThreads) {
-        store_gmem_16(sums + i + threadIdx.x, make_uint4(0, 0, 0, 0));
-    }
+    clear_sums(args);
     const TilePlace place = delta_place(args);
     const float delta = row_delta<Config::value.dtype>(args, place);
     if (threadIdx.x % kDeltaLanes == 0) {

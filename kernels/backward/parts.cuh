@@ -35,9 +35,27 @@ __device__ __forceinline__ TilePlace tile_place(const BackwardKernelArgs &args, 
                              : TilePlace{-1};
 }
 
-// The index of a query in LSE and delta.
+// The same of a causal tile, of `length` keys in tiles of kRows, in the order of step b10.
+template <int kRows>
+__device__ __forceinline__ TilePlace causal_place(const BackwardKernelArgs &args, int length,
+                                                  int tile) {
+    const int kv_heads = args.heads / args.heads_per_kv, head_tiles = length / kRows;
+    const int before = args.tiles / head_tiles - args.last_heads; // heads of the other groups
+    const int group = tile / (args.head_group * head_tiles) * args.head_group;
+    const int first = tile < before * head_tiles ? group : before;
+    const int heads = first < before ? min(args.head_group, before - first) : args.last_heads;
+    tile -= first * head_tiles;
+    const int head = first + tile % heads;
+    return {tile / heads * kRows, head % kv_heads, head / kv_heads};
+}
+
+// The index of a query in LSE and delta, and where a head has another number of rows.
 __device__ __forceinline__ int64_t row_index(const BackwardKernelArgs &args, TilePlace place) {
     return (int64_t(place.batch) * args.heads + place.head) * args.len_q + place.row;
+}
+__device__ __forceinline__ int64_t row_index(const BackwardKernelArgs &args, TilePlace place,
+                                             int rows) {
+    return (int64_t(place.batch) * args.heads + place.head) * rows + place.row;
 }
 
 // LSE of a query as a logarithm to base 2. A query that sees no key has -infinity, for which
@@ -117,6 +135,18 @@ __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scal
     for (int i = 0; i < kCount; ++i) {
         S_rmem[i] = exp2_approx(S_rmem[i] * scale);
     }
+}
+
+// Keeps all of P before what follows: a warp barrier whose mask comes from P, as in h18. No P has a
+// sign, so the mask is always all lanes, but ptxas cannot know that.
+template <int kCount>
+__device__ __forceinline__ void keep_before(const float (&P_rmem)[kCount]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        bits |= __float_as_uint(P_rmem[i]);
+    }
+    __syncwarp(__ballot_sync(0xffffffff, int(bits) >= 0));
 }
 
 // dS = P · dP in the place of dP. P_rmem[k][i] has P of 8k + 2i and 8k + 2i + 1.
@@ -235,6 +265,16 @@ __device__ __forceinline__ float4 *sums_of(const BackwardKernelArgs &args, int64
     return reinterpret_cast<float4 *>(args.dQ_sums + row * kDHead) + threadIdx.x % kWarpgroup;
 }
 
+// Clears those of the rows of a thread block of delta_kernel.
+__device__ __forceinline__ void clear_sums(const BackwardKernelArgs &args) {
+    constexpr int kFours = kDeltaRows * kDHead / 4;
+    float4 *sums = reinterpret_cast<float4 *>(args.dQ_sums) + int64_t(blockIdx.x) * kFours;
+#pragma unroll
+    for (int i = 0; i < kFours; i += kDeltaThreads) {
+        store_gmem_16(sums + i + threadIdx.x, make_uint4(0, 0, 0, 0));
+    }
+}
+
 // Adds a warpgroup's accumulators to the sums.
 template <int kCount>
 __device__ __forceinline__ void add(float4 *sums, const float (&D)[kCount]) {
@@ -247,19 +287,22 @@ __device__ __forceinline__ void add(float4 *sums, const float (&D)[kCount]) {
     }
 }
 
-// Rounds the sums of dQ of a thread block's queries, times softmax_scale, to 16 bits, and stores
-// them through a tile in shared memory.
-template <DType kDType, int B_r>
-__device__ __forceinline__ void convert_sums(const BackwardKernelArgs &args, uint32_t tile_smem) {
-    const TilePlace place = own_place<B_r>(args.len_q, args.heads);
-    const float4 *sums = sums_of(args, row_index(args, place));
-    float dQ_rmem[kDHead / 2];
+// The sums of dQ of a thread block's queries as accumulators.
+__device__ __forceinline__ void load_sums(float (&dQ_rmem)[kDHead / 2], const float4 *sums) {
 #pragma unroll
     for (int i = 0; i < kDHead / 8; ++i) {
         const float4 four = sums[i * kWarpgroup];
         dQ_rmem[4 * i] = four.x, dQ_rmem[4 * i + 1] = four.y;
         dQ_rmem[4 * i + 2] = four.z, dQ_rmem[4 * i + 3] = four.w;
     }
+}
+
+// Rounds them, times softmax_scale, to 16 bits, and stores them through a tile in shared memory.
+template <DType kDType, int B_r>
+__device__ __forceinline__ void convert_sums(const BackwardKernelArgs &args, uint32_t tile_smem) {
+    const TilePlace place = own_place<B_r>(args.len_q, args.heads);
+    float dQ_rmem[kDHead / 2];
+    load_sums(dQ_rmem, sums_of(args, row_index(args, place)));
     store_rows<kDType, B_r>(args.dQ, place, tile_smem, threadIdx.x / 32 * kWarpRows, dQ_rmem,
                             args.softmax_scale);
     tma_store_wait_read(); // after its end another thread block may have this memory
@@ -281,13 +324,13 @@ __device__ __forceinline__ void exchange(uint32_t (&packed)[4]) {
     }
 }
 
-// Rounds 16 rows of a warp, times a factor, to 16 bits, stores them from row place.row on, and
-// makes the accumulators 0 for the next tile. The four lanes that have a row store 64 bytes of it
-// at once.
-template <DType kDType>
-__device__ __forceinline__ void store_sums(void *tensor, const TensorStrides &strides,
-                                           TilePlace place, int warp_row,
-                                           float (&D_rmem)[kDHead / 2], float factor) {
+// Rounds 16 rows of a warp, times a factor, to 16 bits, stores them from row place.row on, of rows
+// 0 … length - 1 if there is a length, and makes the accumulators 0 for the next tile. The four
+// lanes that have a row store 64 bytes of it at once.
+template <DType kDType, bool kClips = false>
+__device__ __forceinline__ void
+store_sums(void *tensor, const TensorStrides &strides, TilePlace place, int warp_row,
+           float (&D_rmem)[kDHead / 2], float factor, int length = 0) {
     const int lane = threadIdx.x % 32;
     Element *row = static_cast<Element *>(tensor) + place.batch * strides.batch +
                    (place.row + warp_row + lane / 4) * strides.row + place.head * strides.head +
@@ -306,8 +349,11 @@ __device__ __forceinline__ void store_sums(void *tensor, const TensorStrides &st
                 left = right = 0;
             }
             exchange(packed);
-            store_gmem_16(row + half * 8 * strides.row + 2 * i,
-                          make_uint4(packed[0], packed[1], packed[2], packed[3]));
+            const int own = place.row + warp_row + lane / 4 + half * 8;
+            if (!kClips || (own >= 0 && own < length)) {
+                store_gmem_16(row + half * 8 * strides.row + 2 * i,
+                              make_uint4(packed[0], packed[1], packed[2], packed[3]));
+            }
         }
     }
 }
