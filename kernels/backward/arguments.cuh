@@ -38,4 +38,6 @@ struct alignas(128) BackwardKernelArgs {
     TensorStrides dK_strides, dV_strides;
     int *next_tile;
     int tiles, head_group, last_heads; // heads of K per group of causal tiles, and in the last one
+    void *dQ_gmem; // of steps that take any lengths
+    TensorStrides dQ_strides;
 };

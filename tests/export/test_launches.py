@@ -33,6 +33,7 @@ CONFIGS: dict[str, Config] = {
     "one tile per block": HOPPER.fixed_config(HOPPER.steps["h1"], Element.BF16),
     "any length": HOPPER.fixed_config(HOPPER.steps["h20"], Element.FP16),
     "counter": _LAST["hopper"].replace(causal=True),
+    "causal gradients": _LAST["backward"].replace(causal=True),
     "long tile": HOPPER.fixed_config(HOPPER.steps["h24"], Element.BF16).replace(
         **LONG_TILE, causal=True
     ),

@@ -167,7 +167,8 @@ class Formula:
             return self.operands[0] + (self.operands[1].low + second.low)
         if second.is_constant and second.low < 0:
             return self - (-second.low)
-        return self._of("+", self, second, self.low + second.low, self.high + second.high)
+        ranges = map(self.path.range_of, (self, second))  # which a refusal may have made smaller
+        return self._of("+", self, second, *map(sum, zip(*ranges, strict=True)))
 
     def __radd__(self, other: Any) -> Formula:
         return self + other

@@ -75,6 +75,7 @@ STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and del
 GROUP_BYTES = 16 << 20  # of the tensors of heads whose causal tiles are taken together
 LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
 FLAGS = ("causal",)  # of a config, for which kernels are compiled
+ANY_LENGTHS = "any_lengths"  # not of whole blocks alone
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
 # Names of tensors by the members of the arguments that hold their tensor maps.
@@ -96,6 +97,8 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("dK_strides", "dV_strides"), STRIDES),
             NEXT_TILE: POINTER,
             **dict.fromkeys(("tiles", "head_group", "last_heads"), INT),
+            "dQ_gmem": POINTER,
+            "dQ_strides": STRIDES,
         }
     ),
 )
@@ -167,7 +170,8 @@ class BackwardKernelConfig(Config):
         if kernel == DELTA:
             return DELTA_THREADS, 0
         if kernel == CONVERT:
-            return WARPGROUP, own * self.d_head * ELEMENT_BYTES
+            through_smem = ANY_LENGTHS not in self.step.traits
+            return WARPGROUP, own * self.d_head * ELEMENT_BYTES * through_smem
         n_own = 3 if self.is_persistent(kernel) else 2  # K has two slots
         tiles = (n_own * own + 2 * self.slots * walked) * self.d_head
         statistics = 0
@@ -202,7 +206,7 @@ class BackwardKernelConfig(Config):
 
     def loop_runs(self, size: int) -> int:
         """Return the blocks of so many queries."""
-        return size // self.B_r
+        return -(-size // self.B_r)
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -217,17 +221,20 @@ class BackwardKernelConfig(Config):
 
     @property
     def supports(self) -> AttentionBackwardSupports:
-        """Whole blocks of queries and of keys."""
+        """Whole blocks of queries and of keys, until a step takes any lengths."""
+        any_length = ANY_LENGTHS in self.step.traits
         return AttentionBackwardSupports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
-            blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
+            blocks=MappingProxyType({} if any_length else {"B_r": self.B_r, "B_c": self.B_c}),
             alignment=CHUNK_BYTES,
             max_row_stride=MAX_STRIDE,
             max_stride=MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
-            max_tiles=gpu.MAX_GRID[0] // (self.B_r // DELTA_ROWS),
-            max_length=MAX_LENGTH,
+            # a head's queries may take a block more than they fill
+            max_tiles=gpu.MAX_GRID[0] // (self.B_r // DELTA_ROWS) // (2 if any_length else 1),
+            # rows of the last blocks are numbered beyond the end
+            max_length=MAX_LENGTH - self.B_r - self.B_c if any_length else MAX_LENGTH,
             B_r=self.B_r,
             B_c=self.B_c,
             causal=self.causal,
@@ -243,9 +250,20 @@ class BackwardKernelConfig(Config):
         """Return the runs of all blocks that a thread block of the longest kernel takes; one that
         asks for tiles may get them all."""
         shared = problem.heads // problem.kv_heads
-        blocks = max(problem.len_k // self.B_c, shared * problem.len_q // self.B_r)
+        blocks = max(-(-problem.len_k // self.B_c), shared * (-(-problem.len_q // self.B_r) + 1))
         tiles = self._k_tiles(problem) if self.is_persistent(self.main_kernel) else 1
         return RUNS_PER_TILE * (blocks + 2) * tiles
+
+    def _q_tiles(self, problem: AttentionBackward) -> int:
+        """Return the blocks of queries of all heads. Causal ones begin on the diagonal, before the
+        first query, so that a head may have a block more than its queries fill."""
+        tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
+        if not (self.causal and ANY_LENGTHS in self.step.traits):
+            return tiles
+        # (len_k - len_q) % B_r, whose sign in C is that of the difference
+        before = (problem.len_k + (self.B_r - 1) * problem.len_q) % self.B_r
+        more = (before + (problem.len_q - 1) % self.B_r) // self.B_r
+        return tiles + more * problem.heads * problem.batch
 
     def _k_tiles(self, problem: AttentionBackward) -> int:
         """Return the tiles of keys of all heads that have keys."""
@@ -259,7 +277,7 @@ class BackwardKernelConfig(Config):
         per_query = (2 * ELEMENT_BYTES + FLOAT.size) * problem.heads // problem.kv_heads
         head_bytes = self.d_head * (per_query * problem.len_q + 2 * ELEMENT_BYTES * problem.len_k)
         group = min(heads, max(1, GROUP_BYTES // head_bytes))
-        last = -(-LAST_ROUNDS * device.sms // (problem.len_k // self.B_c))
+        last = -(-LAST_ROUNDS * device.sms // -(-problem.len_k // self.B_c))
         return {"head_group": (group,), "last_heads": (min(heads, max(group, last)),)}
 
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
@@ -287,7 +305,7 @@ class BackwardKernelConfig(Config):
         }
         pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse"}
         pointers |= {name: name for name in self.floats_per_query}
-        q_tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
+        q_tiles = self._q_tiles(problem)
         k_tiles = self._k_tiles(problem)
         buffers = {
             name: FLOAT.size * floats * self.B_r * q_tiles
@@ -296,9 +314,10 @@ class BackwardKernelConfig(Config):
         n_blocks = k_tiles
         if self.is_persistent(GRADIENTS):
             n_blocks = min(k_tiles, device.sms)
-            values |= {f"{name}_strides": strides[name.lower()][:3] for name in ("dK", "dV")}
+            values |= {f"{name}_strides": strides[name.lower()][:3] for name in ("dQ", "dK", "dV")}
             values |= {"tiles": (k_tiles,)} | self._order(problem, device)
-            pointers |= {"dK_gmem": "dk", "dV_gmem": "dv", NEXT_TILE: NEXT_TILE}
+            pointers |= {f"{name}_gmem": name.lower() for name in ("dQ", "dK", "dV")}
+            pointers[NEXT_TILE] = NEXT_TILE
             buffers |= {NEXT_TILE: INT.size}  # which delta_kernel sets to 0
         blocks = {
             DELTA: q_tiles * (self.B_r // DELTA_ROWS),
@@ -332,9 +351,13 @@ def _file(number: int) -> str:
 
 
 def causal_configs() -> list[BackwardKernelConfig]:
-    """Return the causal configs of the last step."""
-    last = [*BACKWARD.steps.values()][-1]
-    return [BACKWARD.fixed_config(last, dtype).replace(causal=True) for dtype in BACKWARD.dtypes]
+    """Return the causal configs of the steps that have them."""
+    return [
+        BACKWARD.fixed_config(step, dtype).replace(causal=True)
+        for step in BACKWARD.steps.values()
+        if "causal" in step.tunable
+        for dtype in BACKWARD.dtypes
+    ]
 
 
 BACKWARD = Family(
@@ -408,13 +431,19 @@ BACKWARD = Family(
             opens={"causal": (False,)},
             traits=frozenset({UNMEASURED}),
         ),
+        StepEntry(
+            "any_lengths",
+            "any lengths: keys behind the end are hidden, and blocks begin on a causal diagonal",
+            _file(11),
+            traits=frozenset({ANY_LENGTHS, UNMEASURED}),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),
     header=PurePosixPath("kernels/backward/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=5_000_000,
-    matrix_budget=14_000_000,
+    simulated_budget=7_000_000,
+    matrix_budget=16_000_000,
     also_listed=causal_configs,
 )

@@ -12,6 +12,7 @@ from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.ptx import (
     DeadlockError,
+    OutOfBoundsError,
     PendingCopyError,
     Phase,
     ProxyError,
@@ -86,6 +87,11 @@ FAULTS = {
     "b10: a block that a warpgroup does not see has the dS of an earlier one": Fault(
         "b10", BF16, MAIN_LOOP, r"stmatrix.*\{(%r\d+), \1, \1, \1\}", drop,
         quantity="dS of dQ", turn=0, options=CAUSAL, kernel="gradients_kernel",
+    ),
+    "b11: the rows of dO and O behind the end are read": Fault(
+        "b11", BF16, MAIN_LOOP, r"selp\.b64", swap(r"selp\.b64\s+(%rd\d+), (%rd\d+), .*;",
+        r"mov.b64 \1, \2;"), nth(0), OutOfBoundsError, "row_delta<",
+        kernel="delta_kernel",
     ),
 }  # fmt: skip
 
