@@ -31,37 +31,13 @@ namespace b11 {
 constexpr int kScoreSlots = 2; // of dS
 constexpr int kTileSlots = 2; // of K and of places
 
-// Rows before the first query of a head, so that the diagonal runs through corners of blocks: 30 if
-// len_q is 100 and len_k 130. Query 0 sees keys 0 … 30, and the first block has queries -30 … 33.
-template <bool kCausal>
-__device__ __forceinline__ int rows_before(const BackwardKernelArgs &args) {
-    return kCausal ? uint32_t(args.len_k - args.len_q) % kWgmmaM : 0;
-}
-
-// Rows of a head in statistics and sums of dQ, in whole blocks.
-template <bool kCausal>
-__device__ __forceinline__ int padded_rows(const BackwardKernelArgs &args) {
-    const int rows = rows_before<kCausal>(args) + args.len_q;
-    return (rows + kWgmmaM - 1) / kWgmmaM * kWgmmaM;
-}
-
 // The place of a tile of keys by its number. Behind the last tile the row is -1.
 template <int B_c, bool kCausal>
 __device__ __forceinline__ TilePlace tile_place(const BackwardKernelArgs &args, int tile) {
-    const int rows = (args.len_k + B_c - 1) / B_c * B_c;
+    const int rows = padded_keys<B_c>(args.len_k);
     return tile >= args.tiles ? TilePlace{-1}
            : kCausal          ? causal_place<B_c>(args, rows, tile)
                               : own_place<B_c>(rows, args.heads / args.heads_per_kv, tile);
-}
-
-// 4. P = 2^(S · scale + mask) in the place of S. Masks are those of keys g and g + 8 of a warp.
-template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale,
-                                             const float (&mask)[2]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        S_rmem[i] = exp2_approx(fmaf(S_rmem[i], scale, mask[i / 2 % 2]));
-    }
 }
 
 template <typename Config>
@@ -71,33 +47,13 @@ __global__ void __launch_bounds__(kDeltaThreads)
         *args.next_tile = 0;
     }
     clear_sums(args);
-    constexpr bool kCausal = Config::value.causal;
-    const int rows = padded_rows<kCausal>(args);
-    TilePlace place = own_place<kDeltaRows>(rows, args.heads);
-    place.row += threadIdx.x / kDeltaLanes;
-    const int64_t row = row_index(args, place, rows);
-    const int query = place.row - rows_before<kCausal>(args);
-    const bool exists = query >= 0 && query < args.len_q; // if not, all is 0, as Q and dO are
-    place.row = exists ? query : 0;
-    const float delta = row_delta<Config::value.dtype>(args, place);
-    if (threadIdx.x % kDeltaLanes == 0) {
-        float *statistics = args.statistics + row / kWgmmaM * 2 * kWgmmaM + row % kWgmmaM;
-        statistics[0] = exists ? -load_lse(args, row_index(args, place)) / args.scale : 0;
-        statistics[kWgmmaM] = exists ? -delta : 0;
-    }
+    store_statistics<Config::value.dtype, Config::value.causal>(args);
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(kWarpgroup)
     convert_kernel(const __grid_constant__ BackwardKernelArgs args) {
-    constexpr BackwardKernelConfig cfg = Config::value;
-    const int rows = padded_rows<cfg.causal>(args);
-    TilePlace place = own_place<cfg.B_r>(rows, args.heads);
-    float dQ_rmem[kDHead / 2];
-    load_sums(dQ_rmem, sums_of(args, row_index(args, place, rows)));
-    place.row -= rows_before<cfg.causal>(args); // TMA could not store from a negative row on
-    store_sums<cfg.dtype, true>(args.dQ_gmem, args.dQ_strides, place, threadIdx.x / 32 * kWarpRows,
-                                dQ_rmem, args.softmax_scale, args.len_q);
+    round_sums<Config::value.dtype, Config::value.causal>(args);
 }
 
 template <typename Config>

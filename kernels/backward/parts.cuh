@@ -357,3 +357,74 @@ store_sums(void *tensor, const TensorStrides &strides, TilePlace place, int warp
         }
     }
 }
+
+// Rows before the first query of a head, so that the diagonal runs through corners of blocks: 30 if
+// len_q is 100 and len_k 130. Query 0 sees keys 0 … 30, and the first block has queries -30 … 33.
+template <bool kCausal>
+__device__ __forceinline__ int rows_before(const BackwardKernelArgs &args) {
+    return kCausal ? uint32_t(args.len_k - args.len_q) % kWgmmaM : 0;
+}
+
+// Rows of a head in statistics and sums of dQ, in whole blocks.
+template <bool kCausal>
+__device__ __forceinline__ int padded_rows(const BackwardKernelArgs &args) {
+    const int rows = rows_before<kCausal>(args) + args.len_q;
+    return (rows + kWgmmaM - 1) / kWgmmaM * kWgmmaM;
+}
+
+// Rows of a head's keys, in whole tiles.
+template <int B_c>
+__device__ __forceinline__ int padded_keys(int keys) {
+    return (keys + B_c - 1) / B_c * B_c;
+}
+
+// An integer that thread blocks of the whole GPU hand on with what was written before it.
+__device__ __forceinline__ int load_acquire(const int *src_gmem) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(src_gmem) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release(int *dst_gmem, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(dst_gmem), "r"(value) : "memory");
+}
+
+// P = 2^(S · scale + mask) in the place of S. Masks are those of keys g and g + 8 of a warp.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale,
+                                             const float (&mask)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        S_rmem[i] = exp2_approx(fmaf(S_rmem[i], scale, mask[i / 2 % 2]));
+    }
+}
+
+// Stores what S and dP of a query begin with, of a thread block of delta_kernel, in padded rows.
+template <DType kDType, bool kCausal>
+__device__ __forceinline__ void store_statistics(const BackwardKernelArgs &args) {
+    const int rows = padded_rows<kCausal>(args);
+    TilePlace place = own_place<kDeltaRows>(rows, args.heads);
+    place.row += threadIdx.x / kDeltaLanes;
+    const int64_t row = row_index(args, place, rows);
+    const int query = place.row - rows_before<kCausal>(args);
+    const bool exists = query >= 0 && query < args.len_q; // if not, all is 0, as Q and dO are
+    place.row = exists ? query : 0;
+    const float delta = row_delta<kDType>(args, place);
+    if (threadIdx.x % kDeltaLanes == 0) {
+        float *statistics = args.statistics + row / kWgmmaM * 2 * kWgmmaM + row % kWgmmaM;
+        statistics[0] = exists ? -load_lse(args, row_index(args, place)) / args.scale : 0;
+        statistics[kWgmmaM] = exists ? -delta : 0;
+    }
+}
+
+// Rounds the sums of dQ of a thread block's queries, in padded rows, times softmax_scale, to 16
+// bits and stores them.
+template <DType kDType, bool kCausal>
+__device__ __forceinline__ void round_sums(const BackwardKernelArgs &args) {
+    const int rows = padded_rows<kCausal>(args);
+    TilePlace place = own_place<kWgmmaM>(rows, args.heads);
+    float dQ_rmem[kDHead / 2];
+    load_sums(dQ_rmem, sums_of(args, row_index(args, place, rows)));
+    place.row -= rows_before<kCausal>(args); // TMA could not store from a negative row on
+    store_sums<kDType, true>(args.dQ_gmem, args.dQ_strides, place, threadIdx.x / 32 * kWarpRows,
+                             dQ_rmem, args.softmax_scale, args.len_q);
+}
