@@ -15,6 +15,7 @@ struct BackwardKernelConfig {
     int B_c; // keys of a tile of K and V, 64 for each warpgroup that computes
     int slots; // tiles of each tensor that the loops walk
     bool causal; // a causal mask, aligned to the bottom right
+    bool in_turn; // adds dQ in one order: each call gives the same bits
     // fields:end
 
     friend auto operator<=>(const BackwardKernelConfig &, const BackwardKernelConfig &) = default;
@@ -37,6 +38,7 @@ struct alignas(128) BackwardKernelArgs {
     void *dK_gmem, *dV_gmem;
     TensorStrides dK_strides, dV_strides;
     int *next_tile;
+    int *turns; // (batch, heads, len_q / B_r, 4): tiles of keys that have added, for each warp
     int tiles, head_group, last_heads; // heads of K per group of causal tiles, and in the last one
     void *dQ_gmem; // of steps that take any lengths
     TensorStrides dQ_strides;

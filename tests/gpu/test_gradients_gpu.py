@@ -101,12 +101,12 @@ def assert_same_in_all_runs(config: Config, runs: int, device: torch.device) -> 
     assert not differs
 
 
-@each(c for c in CONFIGS if c.step.is_deterministic)
+@each(c for c in CONFIGS if c.is_deterministic)
 def test_every_run_of_a_deterministic_kernel_gives_the_same_bits(config, cuda_device) -> None:
     assert_same_in_all_runs(config, 100, cuda_device)
 
 
-@each((c for c in PLAIN if c.step.is_deterministic), all_in_matrix=True)
+@each((c for c in PLAIN if c.is_deterministic), all_in_matrix=True)
 def test_ten_thousand_runs_of_a_deterministic_kernel_give_the_same_bits(
     config, cuda_device
 ) -> None:

@@ -78,7 +78,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         print("no outputs were saved, so that there is nothing to compare with")
         return 0
     is_same = (call.config, where) == (saved.config, saved.device)
-    is_exact = is_same and config.step.is_deterministic
+    is_exact = is_same and config.is_deterministic
     bound = 0.0 if is_exact else 2 * relative_bound(torch_dtype(config.dtype))
     compared = {name: found[name] for name in saved.outputs}  # those that the call asked for
     return 0 if all([_agrees(saved, name, x, bound) for name, x in compared.items()]) else 1

@@ -66,6 +66,9 @@ DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
 # begin with.
 DELTAS, DQ_SUMS, STATISTICS = "delta", "dQ_sums", "statistics"
 
+TURNS = "turns"  # another: for each warp that adds to a block of queries, the turns that have ended
+TURNS_BYTES = 16
+
 # Traits of steps.
 SCORES_IN_REGISTERS = "scores_in_registers"  # P and dS do not pass through shared memory
 ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory for dQ alone
@@ -73,8 +76,9 @@ DS_SLOTS = 2  # of that dS
 THIRD_WARPGROUP = "third_warpgroup"  # computes dQ, and loads
 STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and delta
 GROUP_BYTES = 16 << 20  # of the tensors of heads whose causal tiles are taken together
+TURN_BLOCKS = 3  # of queries, by which a tile is behind the tile whose turns it waits for
 LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
-FLAGS = ("causal",)  # of a config, for which kernels are compiled
+FLAGS = ("causal", "in_turn")  # of a config, for which kernels are compiled
 ANY_LENGTHS = "any_lengths"  # not of whole blocks alone
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
@@ -96,6 +100,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("dK_gmem", "dV_gmem"), POINTER),
             **dict.fromkeys(("dK_strides", "dV_strides"), STRIDES),
             NEXT_TILE: POINTER,
+            TURNS: POINTER,
             **dict.fromkeys(("tiles", "head_group", "last_heads"), INT),
             "dQ_gmem": POINTER,
             "dQ_strides": STRIDES,
@@ -111,7 +116,7 @@ class BackwardKernelConfig(Config):
     `B_r`: queries of a tile of Q and dO, those of a warpgroup of `dq_kernel`. `B_c`: keys of a tile
     of K and V, 64 for each warpgroup of the main kernel that computes. `slots`: tiles of each
     tensor that a loop walks which shared memory holds. `causal`: the kernels mask, and take causal
-    problems alone.
+    problems alone. `in_turn`: tiles of keys add dQ in one order, for the same bits in every call.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -125,6 +130,9 @@ class BackwardKernelConfig(Config):
     B_c: int = number("Bc", "keys of a tile of K and V, 64 for each warpgroup that computes")
     slots: int = number("sl", "tiles of each tensor that the loops walk", default=1)
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
+    in_turn: bool = flag(
+        "in_turn", "adds dQ in one order: each call gives the same bits", default=False
+    )
 
     @property
     def family(self) -> Family[Any]:
@@ -134,6 +142,11 @@ class BackwardKernelConfig(Config):
     def variants(self) -> tuple[BackwardKernelConfig, ...]:
         """Return the config, and those with other flags that its step has."""
         return with_flags(self, (name for name in FLAGS if name in self.step.tunable))
+
+    @property
+    def is_deterministic(self) -> bool:
+        """As the step's configs are, and if dQ is added in turn."""
+        return self.in_turn or super().is_deterministic
 
     @property
     def warpgroups(self) -> int:
@@ -239,7 +252,7 @@ class BackwardKernelConfig(Config):
             B_c=self.B_c,
             causal=self.causal,
             min_scale=MIN_SCALE if STATISTICS_FIRST in self.step.traits else 0.0,
-            deterministic=self.step.is_deterministic,
+            deterministic=self.is_deterministic,
             abilities=frozenset({TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE}),
         )
 
@@ -276,7 +289,11 @@ class BackwardKernelConfig(Config):
         heads = problem.kv_heads * problem.batch
         per_query = (2 * ELEMENT_BYTES + FLOAT.size) * problem.heads // problem.kv_heads
         head_bytes = self.d_head * (per_query * problem.len_q + 2 * ELEMENT_BYTES * problem.len_k)
-        group = min(heads, max(1, GROUP_BYTES // head_bytes))
+        group = max(1, GROUP_BYTES // head_bytes)
+        if self.in_turn:
+            blocks = self._q_tiles(problem) // (problem.kv_heads * problem.batch)
+            group = max(group, -(-TURN_BLOCKS * device.sms // blocks))
+        group = min(heads, group)
         last = -(-LAST_ROUNDS * device.sms // -(-problem.len_k // self.B_c))
         return {"head_group": (group,), "last_heads": (min(heads, max(group, last)),)}
 
@@ -319,6 +336,9 @@ class BackwardKernelConfig(Config):
             pointers |= {f"{name}_gmem": name.lower() for name in ("dQ", "dK", "dV")}
             pointers[NEXT_TILE] = NEXT_TILE
             buffers |= {NEXT_TILE: INT.size}  # which delta_kernel sets to 0
+        if self.in_turn:
+            pointers |= {TURNS: TURNS}
+            buffers |= {TURNS: TURNS_BYTES * q_tiles}  # likewise
         blocks = {
             DELTA: q_tiles * (self.B_r // DELTA_ROWS),
             DQ: q_tiles // self.warpgroups,
@@ -350,13 +370,13 @@ def _file(number: int) -> str:
     return f"kernels/backward/b{number}.cuh"
 
 
-def causal_configs() -> list[BackwardKernelConfig]:
-    """Return the causal configs of the steps that have them."""
+def configs_with_flags() -> list[BackwardKernelConfig]:
+    """Return the configs with flags of the steps that have them."""
     return [
-        BACKWARD.fixed_config(step, dtype).replace(causal=True)
+        config
         for step in BACKWARD.steps.values()
-        if "causal" in step.tunable
         for dtype in BACKWARD.dtypes
+        for config in BACKWARD.fixed_config(step, dtype).variants()[1:]
     ]
 
 
@@ -367,7 +387,9 @@ BACKWARD = Family(
     prefix="b",
     rank=7,
     config=BackwardKernelConfig,
-    base=MappingProxyType({"d_head": 128, "B_r": 64, "B_c": 64, "slots": 1, "causal": False}),
+    base=MappingProxyType(
+        {"d_head": 128, "B_r": 64, "B_c": 64, "slots": 1, "causal": False, "in_turn": False}
+    ),
     entries=(
         StepEntry(
             "two_kernels",
@@ -437,13 +459,20 @@ BACKWARD = Family(
             _file(11),
             traits=frozenset({ANY_LENGTHS, UNMEASURED}),
         ),
+        StepEntry(
+            "in_turn",
+            "tiles of keys may add dQ in one order, so that each call gives the same bits",
+            _file(12),
+            opens={"in_turn": (False,)},
+            traits=frozenset({UNMEASURED}),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),
     header=PurePosixPath("kernels/backward/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=7_000_000,
-    matrix_budget=16_000_000,
-    also_listed=causal_configs,
+    simulated_budget=11_000_000,
+    matrix_budget=22_000_000,
+    also_listed=configs_with_flags,
 )

@@ -176,6 +176,11 @@ class Config:
         return self.family.steps[self.family.step_id(getattr(self, fields(self)[0].name))]
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether every call gives the same bits for the same inputs."""
+        return self.step.is_deterministic
+
+    @property
     def kernels(self) -> Mapping[str, str]:
         """Names of the config's kernels, as the library registers them, by C++ function: the short
         form; with several kernels, the short form and the function."""

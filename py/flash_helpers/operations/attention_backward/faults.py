@@ -12,6 +12,7 @@ from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.ptx import (
     DeadlockError,
+    InstructionLimitError,
     OutOfBoundsError,
     PendingCopyError,
     Phase,
@@ -92,6 +93,10 @@ FAULTS = {
         "b11", BF16, MAIN_LOOP, r"selp\.b64", swap(r"selp\.b64\s+(%rd\d+), (%rd\d+), .*;",
         r"mov.b64 \1, \2;"), nth(0), OutOfBoundsError, "row_delta<",
         kernel="delta_kernel",
+    ),
+    "b12: a tile does not end its turn": Fault(
+        "b12", BF16, MAIN_LOOP, r"st\.release\.gpu", drop, None, InstructionLimitError,
+        "load_acquire", options={"in_turn": True}, kernel="gradients_kernel",
     ),
 }  # fmt: skip
 
