@@ -36,7 +36,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, flag, number, with_flags
-from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
+from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -444,27 +444,25 @@ BACKWARD = Family(
             "persistent",
             "a thread block takes tiles from a counter, and begins the next before it stores one",
             _file(9),
-            traits=frozenset({PERSISTENT, UNMEASURED}),
+            traits=frozenset({PERSISTENT}),
         ),
         StepEntry(
             "causal",
             "causal: a tile begins at the diagonal, and the longest tiles come first",
             _file(10),
             opens={"causal": (False,)},
-            traits=frozenset({UNMEASURED}),
         ),
         StepEntry(
             "any_lengths",
             "any lengths: keys behind the end are hidden, and blocks begin on a causal diagonal",
             _file(11),
-            traits=frozenset({ANY_LENGTHS, UNMEASURED}),
+            traits=frozenset({ANY_LENGTHS}),
         ),
         StepEntry(
             "in_turn",
             "tiles of keys may add dQ in one order, so that each call gives the same bits",
             _file(12),
             opens={"in_turn": (False,)},
-            traits=frozenset({UNMEASURED}),
         ),
     ),
     targets=(TARGET,),
