@@ -554,11 +554,12 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
 
 
 def resources(config: Config, capability: tuple[int, int], device: int) -> KernelResources:
-    """Return the resources of a config's first kernel on a CUDA device of a compute capability.
+    """Return the resources of a config's main kernel on a CUDA device of a compute capability.
 
     Raises RuntimeError with CUDA's text, and BuildError if the kernel does not compile.
     """
-    function, name = next(iter(config.kernels.items()))
+    function = config.main_kernel
+    name = config.kernels[function]
     found = _Resources()
     number = numbers([config], capability)[name]
     status = load().flash_kernel_resources(number, *config.block(function), device, found)
