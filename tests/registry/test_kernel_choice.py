@@ -65,8 +65,8 @@ class TestSteps:
 
     def test_that_add_in_any_order_stand_before_the_last_that_does_not(self):
         backward = FAMILIES["backward"]
-        assert preferred_steps(GRADIENTS, H100) == [STEPS["b12"], STEPS["b4"], STEPS["p1"]]
-        assert preferred_steps(GRADIENTS, A100) == [STEPS["p1"]]
+        assert preferred_steps(GRADIENTS, H100) == [STEPS["b12"], STEPS["b4"], STEPS["p3"]]
+        assert preferred_steps(GRADIENTS, A100) == [STEPS["p3"]]
         for step in backward.preferred:
             assert {*backward.dtypes_of(step)} == {Element.FP16, Element.BF16}
 

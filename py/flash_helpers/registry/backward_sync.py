@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import UNMEASURED, Family, Step, StepEntry
+from flash_helpers.registry.family import Family, Step, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -395,13 +395,12 @@ BACKWARD_SYNC = Family(
             "own_rows_in_registers",
             "a warp's rows of its thread block's tiles stay in registers",
             _file(2),
-            traits=frozenset({UNMEASURED}),
         ),
         StepEntry(
             "next_block_in_flight",
             "the next block is copied while a block is multiplied",
             _file(3),
-            traits=frozenset({RING, UNMEASURED}),
+            traits=frozenset({RING}),
         ),
     ),
     targets=TARGETS,
