@@ -22,7 +22,7 @@
 // PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 551, 1.70.
 // benchmark:end
 // Verdict: on an H200 at most 1.6% slower than b9 without a mask. With one 64% of b12's TFLOP/s
-// without at length 512, 76% at 1024, 85% at 2048 and 95% at 8192, more than expected, and 13 to
+// without at length 512, 75% at 1024, 85% at 2048 and 95% at 8192, more than expected, and 13 to
 // 15% more than cuDNN's.
 //
 // Phases of gradients_kernel
