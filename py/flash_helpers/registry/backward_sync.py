@@ -408,7 +408,7 @@ BACKWARD_SYNC = Family(
     header=PurePosixPath("kernels/backward_sync/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=6_000_000,
+    simulated_budget=7_000_000,
     matrix_budget=24_000_000,
     also_listed=listed_variants,
 )
