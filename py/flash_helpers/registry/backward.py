@@ -471,6 +471,6 @@ BACKWARD = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=11_000_000,
-    matrix_budget=22_000_000,
+    matrix_budget=24_000_000,
     also_listed=configs_with_flags,
 )
