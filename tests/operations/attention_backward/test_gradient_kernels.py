@@ -162,20 +162,33 @@ def test_a_deterministic_step_is_one_that_adds_nothing_in_memory(config) -> None
     assert config.is_deterministic is not adds
 
 
-@each(c for c in CONFIGS if getattr(c, "in_turn", False) and c.dtype is Element.BF16)
-def test_in_turn_dq_has_the_same_bits_in_any_order_and_on_any_number_of_sms(config) -> None:
-    supports = config.supports
-    problem = supports.problem(1, 1, 2 * config.B_r + 5, 3 * config.B_c)
+def gradients_in_orders(config) -> list[list[torch.Tensor]]:
+    """dQ, dK and dV on one SM, and on three in orders at random."""
+    problem = config.supports.problem(1, 1, 2 * config.B_r + 5, 3 * config.B_c)
     inputs = draw("normal", problem)
     kernels, options = load_kernels(config), problem.call_options()
     found = []
-    for sms, seed in ((1, 0), (2, 1)):
+    for sms, seed in ((1, 0), (3, 0), (3, 3)):
         tensors = tensors_for(config, problem, inputs)
         run = run_kernel(config, kernels, tensors, device=on_sms(sms), seed=seed, **options)
         assert run.faults == ()
         found.append([tensors[name] for name in GRADIENTS])
-    for other in found[1:]:
-        assert all(a.equal(b) for a, b in zip(found[0], other, strict=True))
+    return found
+
+
+@each(c for c in CONFIGS if getattr(c, "in_turn", False) and c.dtype is Element.BF16)
+def test_in_turn_dq_has_the_same_bits_in_any_order_and_on_any_number_of_sms(config) -> None:
+    first, *others = gradients_in_orders(config)
+    assert all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_without_turns_dq_alone_has_other_bits_in_another_order() -> None:
+    """So that the test above could fail."""
+    in_turn = next(c for c in CONFIGS if getattr(c, "in_turn", False) and not c.causal)
+    config = in_turn.replace(in_turn=False, dtype=Element.BF16)
+    (dq, dk, dv), *others = gradients_in_orders(config)
+    assert not all(dq.equal(other[0]) for other in others)
+    assert all(dk.equal(other[1]) and dv.equal(other[2]) for other in others)
 
 
 @pytest.mark.parametrize(("step", "takes_it"), [("b4", True), ("b8", False), ("p1", True)])
