@@ -1,0 +1,72 @@
+#pragma once
+// The tile sizes of the backward family, and the places of blocks: which rows of which head.
+
+#include "kernels/backward/arguments.cuh"
+#include "memory.cuh"
+#include "sm90/tiles.cuh"
+#include "sm90/tma.cuh"
+
+constexpr int kDHead = 128;
+constexpr int kDPieces = kDHead / kPiece;
+constexpr int kDSteps = kDHead / kWgmmaK;
+constexpr int kWarpRows = kWgmmaM / 4;
+template <int kRows>
+constexpr uint32_t kTileBytes = kDPieces * piece_bytes(kRows); // a tile (kRows, d_head)
+
+// The place of kRows of a head's rows, by default of those of the thread block. Blocks of one head
+// are neighbours, so they find the head's other tensors in the L2 cache.
+template <int kRows>
+__device__ __forceinline__ TilePlace own_place(int length, int heads, uint32_t tile = blockIdx.x) {
+    const int blocks = length / kRows, head = tile / blocks;
+    return {int(tile % blocks) * kRows, head % heads, head / heads};
+}
+
+// The place of a tile of keys by its number. Behind the last tile the row is -1.
+template <int kRows>
+__device__ __forceinline__ TilePlace tile_place(const BackwardKernelArgs &args, int tile) {
+    return tile < args.tiles ? own_place<kRows>(args.len_k, args.heads / args.heads_per_kv, tile)
+                             : TilePlace{-1};
+}
+
+// The same of a causal tile, of `length` keys in tiles of kRows, in the order of step b10.
+template <int kRows>
+__device__ __forceinline__ TilePlace causal_place(const BackwardKernelArgs &args, int length,
+                                                  int tile) {
+    const int kv_heads = args.heads / args.heads_per_kv, head_tiles = length / kRows;
+    const int before = args.tiles / head_tiles - args.last_heads; // heads of the other groups
+    const int group = tile / (args.head_group * head_tiles) * args.head_group;
+    const int first = tile < before * head_tiles ? group : before;
+    const int heads = first < before ? min(args.head_group, before - first) : args.last_heads;
+    tile -= first * head_tiles;
+    const int head = first + tile % heads;
+    return {tile / heads * kRows, head % kv_heads, head / kv_heads};
+}
+
+// The index of a query in LSE and delta, and where a head has another number of rows.
+__device__ __forceinline__ int64_t row_index(const BackwardKernelArgs &args, TilePlace place) {
+    return (int64_t(place.batch) * args.heads + place.head) * args.len_q + place.row;
+}
+__device__ __forceinline__ int64_t row_index(const BackwardKernelArgs &args, TilePlace place,
+                                             int rows) {
+    return (int64_t(place.batch) * args.heads + place.head) * rows + place.row;
+}
+
+// Rows before the first query of a head, so that the diagonal runs through corners of blocks: 30 if
+// len_q is 100 and len_k 130. Query 0 sees keys 0 … 30, and the first block has queries -30 … 33.
+template <bool kCausal>
+__device__ __forceinline__ int rows_before(const BackwardKernelArgs &args) {
+    return kCausal ? uint32_t(args.len_k - args.len_q) % kWgmmaM : 0;
+}
+
+// Rows of a head in statistics and sums of dQ, in whole blocks.
+template <bool kCausal>
+__device__ __forceinline__ int padded_rows(const BackwardKernelArgs &args) {
+    const int rows = rows_before<kCausal>(args) + args.len_q;
+    return (rows + kWgmmaM - 1) / kWgmmaM * kWgmmaM;
+}
+
+// Rows of a head's keys, in whole tiles.
+template <int B_c>
+__device__ __forceinline__ int padded_keys(int keys) {
+    return (keys + B_c - 1) / B_c * B_c;
+}
