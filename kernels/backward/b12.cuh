@@ -248,17 +248,8 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
     bool more = true; // blocks, in this tile or the next
     // Passes on the next block, which does not see the keys of the second warpgroup: its dS is 0.
     auto skip_block = [&] {
-        barrier_wait(next.barrier(full), next.lap); // or a warp may arrive twice in a lap
-        barrier_wait(dS_ring.barrier(dS_empty), dS_ring.lap ^ 1);
-#pragma unroll
-        for (int k = 0; k < kQuerySteps; ++k) {
-            store_transposed<B_r>(dS_own_smem + dS_ring.slot * kScoreBytes, warp_row % kWgmmaM, k,
-                                  {0, 0, 0, 0});
-        }
-        fence_async_proxy();
-        __syncwarp(); // one lane arrives for what all lanes have written
-        release(dS_ring, dS_full, lane);
-        release(next, empty, lane);
+        pass_on<B_r, kScoreBytes>(next, full, empty, dS_ring, dS_full, dS_empty, dS_own_smem,
+                                  warp_row);
     };
     auto skips_first = [&](int key) {
         return cfg.causal && blocks_that_see(key + warpgroup * kWgmmaM) < blocks_that_see(key);

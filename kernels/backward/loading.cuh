@@ -2,6 +2,7 @@
 // The way of tiles, of their places and of statistics to shared memory, and the slots there.
 
 #include "kernels/backward/places.cuh"
+#include "kernels/backward/scores.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/tma.cuh"
 
@@ -62,4 +63,22 @@ __device__ __forceinline__ void release(Ring<kSlots> &ring, uint32_t empty, int 
         barrier_arrive(ring.barrier(empty));
     }
     ring.advance();
+}
+
+// Passes on the next block of queries for a warp: it reads none of it, and its dS is 0.
+template <int B_r, uint32_t kScoreBytes, int kSlots, int kScoreSlots>
+__device__ __forceinline__ void pass_on(Ring<kSlots> &next, uint32_t full, uint32_t empty,
+                                        Ring<kScoreSlots> &dS_ring, uint32_t dS_full,
+                                        uint32_t dS_empty, uint32_t dS_own_smem, int warp_row) {
+    barrier_wait(next.barrier(full), next.lap); // or a warp may arrive twice in a lap
+    barrier_wait(dS_ring.barrier(dS_empty), dS_ring.lap ^ 1);
+#pragma unroll
+    for (int k = 0; k < B_r / kWgmmaK; ++k) {
+        store_transposed<B_r>(dS_own_smem + dS_ring.slot * kScoreBytes, warp_row % kWgmmaM, k,
+                              {0, 0, 0, 0});
+    }
+    fence_async_proxy();
+    __syncwarp(); // one lane arrives for what all lanes have written
+    release(dS_ring, dS_full, threadIdx.x % 32);
+    release(next, empty, threadIdx.x % 32);
 }
