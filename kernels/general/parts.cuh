@@ -11,6 +11,7 @@
 #include "memory.cuh"
 #include "sm90/cluster.cuh"
 #include "sm90/exact_rows.cuh"
+#include "sm90/launch.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/softmax.cuh"
@@ -19,14 +20,6 @@
 #include "sm90/wgmma.cuh"
 
 constexpr int kWarpRows = kWgmmaM / 4;
-
-// Programmatic launches. Where a launch is none, neither has an effect.
-__device__ __forceinline__ void let_next_launch_begin() { // once all blocks have called it
-    asm volatile("griddepcontrol.launch_dependents;");
-}
-__device__ __forceinline__ void wait_for_launch_before() { // until all that it stored is visible
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
 
 // Begins to load the rows of a tile at `place`, from a column on: of its piece, or of all. Into
 // each thread block whose bit is set in `blocks`, if given.

@@ -36,7 +36,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, flag, number, with_flags
-from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
+from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -46,6 +46,7 @@ from flash_helpers.registry.wgmma import (
     NEXT_TILE,
     PERSISTENT,
     PRODUCER,
+    PROGRAMMATIC,
     TARGET,
     WARP_ROWS,
     WARPGROUP,
@@ -357,6 +358,7 @@ class BackwardKernelConfig(Config):
                 addresses=tuple(Address(ARGUMENTS.offset(x), y) for x, y in pointers.items()),
                 tensor_maps=tuple((ARGUMENTS.offset(member), x) for member, x in maps.items()),
                 outputs=_WRITTEN.get(kernel, frozenset()),
+                programmatic=PROGRAMMATIC in self.step.traits,
             )
             for kernel, name in self.kernels.items()
         )
@@ -463,6 +465,12 @@ BACKWARD = Family(
             "tiles of keys may add dQ in one order, so that each call gives the same bits",
             _file(12),
             opens={"in_turn": (False,)},
+        ),
+        StepEntry(
+            "programmatic_launches",
+            "programmatic launches: a launch begins while the one before it ends",
+            _file(13),
+            traits=frozenset({PROGRAMMATIC, UNMEASURED}),
         ),
     ),
     targets=(TARGET,),

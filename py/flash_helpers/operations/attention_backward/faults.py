@@ -13,6 +13,7 @@ from flash_helpers.operations.attention_backward.problem import AttentionBackwar
 from flash_helpers.ptx import (
     DeadlockError,
     InstructionLimitError,
+    LaunchOrderError,
     OutOfBoundsError,
     PendingCopyError,
     Phase,
@@ -97,6 +98,10 @@ FAULTS = {
     "b12: a tile does not end its turn": Fault(
         "b12", BF16, MAIN_LOOP, r"st\.release\.gpu", drop, None, InstructionLimitError,
         "load_acquire", options={"in_turn": True}, kernel="gradients_kernel",
+    ),
+    "b13: sums are read while delta_kernel clears them": Fault(
+        "b13", BF16, MAIN_LOOP, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
+        "load", kernel="convert_kernel",
     ),
 }  # fmt: skip
 
