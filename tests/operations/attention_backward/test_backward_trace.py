@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_tensors import on_sms
 from fake_backend import fake_backend
 from tiers import committed, each
 
@@ -133,6 +134,12 @@ class TestGeneralProblems:
         first, second = dkdv.record.values["S"]
         assert np.array_equal(first, second)
         assert (dkdv.record.warps_of("S", 0) != dkdv.record.warps_of("S", 1)).all()
+
+    def test_a_warp_whose_keys_lie_behind_the_end_has_none_of_the_tile_before(self):
+        """One thread block takes both tiles, the second of which has three keys."""
+        config = step_config("b12")
+        problem = AttentionBackward(1, 1, 64, len_k=config.B_c + 3)
+        assert_right(config, problem, gpu=on_sms(1))
 
     @pytest.mark.parametrize("distribution", OPERATION.distributions)
     def test_any_inputs_of_either_dtype(self, distribution):

@@ -282,8 +282,10 @@ class Recorder:
         self._plan = _plan(kernel)
         self._rows = rows
         self._turn = 0
-        # By block and warp: the places of products, by line.
-        self._places: dict[tuple[Block, int], dict[int, Place]] = defaultdict(dict)
+        # By block and warp: turns and places of products, by line; no place behind the ends.
+        self._places: dict[tuple[Block, int], dict[int, tuple[int, Place | None]]] = defaultdict(
+            dict
+        )
         # S or dP from which no instruction subtracts the LSE or delta; and by block, warp, product
         # and first column, what its accumulators began with.
         read = {read.name for reads in self._plan.reads.values() for read in reads}
@@ -344,7 +346,8 @@ class Recorder:
         """The place of the last of some products that a warp has computed."""
         places = self._places[block, warp]
         own = (places[line] for line in lines if line in places)
-        return max(own, key=lambda place: place.turn, default=None)
+        _, place = max(own, key=lambda found: found[0], default=(0, None))
+        return place
 
     def _put_matrix(self, name: str, place: Place, matrix: np.ndarray) -> None:
         """Record scores of all of a place."""
@@ -420,7 +423,7 @@ class Recorder:
         (16, n). `a_chunks`: (16, 2), None in registers. `b_chunks`: (n, 2) if B has its depth along
         the rows of a tensor, else (16, n / 8)."""
         block, warp, line = at
-        self._places[block, warp].pop(line, None)  # rows behind the end have no place
+        self._places[block, warp][line] = self._next(), None  # rows behind the end have no place
         b_name = self._name(b_chunks)
         if b_name is None:
             return
@@ -467,7 +470,7 @@ class Recorder:
         copy = self.record.claim(score, warp, cells)
         place = Place(batch, head, rows, columns, of_queries, copy, self._next())
         self._mark(score, cells, place.turn)
-        self._places[block, warp][line] = place
+        self._places[block, warp][line] = place.turn, place
         for name, matrix, own, other in (
             (names[0], a, rows, columns),
             (names[1], b.T, columns, rows),
