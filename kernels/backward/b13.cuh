@@ -3,6 +3,7 @@
 //
 // What changed
 //   1. The thread blocks of a launch may begin while the launch before it ends. They wait for it.
+//   2. The order of tiles, the turns and the layout of shared memory have moved to headers.
 //
 // Why: three launches follow each other, and the start of each takes about two microseconds. At
 // length 512 a pass of 16 384 queries and 16 heads takes 490 of them. All threads wait, since a
@@ -19,25 +20,6 @@
 #include "sm90/launch.cuh"
 
 namespace b13 {
-
-constexpr int kScoreSlots = 2, kTileSlots = 2; // of dS; of K and of places
-
-// The place of a tile of keys by its number. Behind the last tile the row is -1. In turn, the last
-// keys of a group of heads come first.
-template <int B_c, bool kCausal, bool kInTurn>
-__device__ __forceinline__ TilePlace tile_place(const BackwardKernelArgs &args, int tile) {
-    const int rows = padded_keys<B_c>(args.len_k);
-    if (tile >= args.tiles || !(kCausal || kInTurn)) {
-        return tile < args.tiles ? own_place<B_c>(rows, args.heads / args.heads_per_kv, tile)
-                                 : TilePlace{-1};
-    }
-    TilePlace place = causal_place<B_c>(args, rows, tile);
-    place.row = kInTurn ? rows - B_c - place.row : place.row;
-    return place;
-}
-
-constexpr int kTurnBlocks = 2; // of queries, to whose sums a tile of keys adds in one turn
-constexpr int kTurns = kWarpgroup / 32; // of a block of queries, one for each warp that adds
 
 template <typename Config>
 __global__ void __launch_bounds__(kDeltaThreads)
@@ -76,19 +58,9 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
     constexpr uint32_t kScoreBytes = kConsumers * piece_bytes(B_r);
 
     extern __shared__ __align__(kPatternBytes) Element smem[];
-    const uint32_t K_smem = smem_address(smem); // (kTileSlots, B_c, d_head)
-    const uint32_t V_smem = K_smem + kTileSlots * kTileBytes<B_c>; // (B_c, d_head)
-    const uint32_t QdO_smem = V_smem + kTileBytes<B_c>; // (slots, 2, B_r, d_head)
-    const uint32_t dS_smem = QdO_smem + cfg.slots * 2 * kTileBytes<B_r>; // (slots, B_r, B_c)
-    const uint32_t statistics_smem = dS_smem + kScoreSlots * kScoreBytes; // (slots, 2, B_r)
-    const uint32_t places_smem = statistics_smem + cfg.slots * kStatisticsBytes; // (kTileSlots)
-    const uint32_t V_full = places_smem + kTileSlots * kPlaceBytes;
-    const uint32_t K_full = V_full + kBarrierBytes; // one per slot, like the others
-    const uint32_t K_empty = K_full + kTileSlots * kBarrierBytes;
-    const uint32_t full = K_empty + kTileSlots * kBarrierBytes;
-    const uint32_t empty = full + cfg.slots * kBarrierBytes;
-    const uint32_t dS_full = empty + cfg.slots * kBarrierBytes;
-    const uint32_t dS_empty = dS_full + kScoreSlots * kBarrierBytes;
+    const Layout<Config> layout(smem_address(smem));
+    const auto [K_smem, V_smem, QdO_smem, dS_smem, statistics_smem, places_smem, V_full, K_full,
+                K_empty, full, empty, dS_full, dS_empty] = layout;
 
     const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32, warp_row = warp * kWarpRows;
@@ -103,14 +75,7 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
 
     // 1. barriers
     if (threadIdx.x == 0) {
-        barrier_init(V_full, 1);
-        tile.init_barriers(K_full, K_empty, (kConsumers + 1) * kWarpgroup / 32);
-        ring.init_barriers(full, empty, B_c / kWarpRows); // by one arrival per warp
-        for (int i = 0; i < kScoreSlots; ++i) {
-            barrier_init(dS_full + i * kBarrierBytes, B_c / kWarpRows);
-            barrier_init(dS_empty + i * kBarrierBytes, kWarpgroup / 32);
-        }
-        barrier_init_fence();
+        layout.init_barriers();
     }
     __syncthreads(); // no thread waits at a barrier that is not initialised
     let_next_launch_begin();
@@ -134,7 +99,7 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
         auto load_next = [&](bool V_is_free) {
             // K of the tile behind the present one has a slot, but not that of a third.
             if (left == 0 && (next_tile.slot != tile.slot || next_tile.lap == tile.lap)) {
-                place = tile_place<B_c, cfg.causal, cfg.in_turn>(args, taken);
+                place = place_of_keys<B_c, cfg.causal, cfg.in_turn>(args, taken);
                 load_with_place<kTileBytes<B_c>>(next_tile, K_full, K_empty, K_smem, args.K,
                                                  places_smem, place);
                 queries = first_block(place);
@@ -161,29 +126,9 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
         }
         float dQ_rmem[kPiece / 2];
         float4 *sums = nullptr; // of the next block; those of a head's blocks follow each other
-        // Waits for this tile's turn at a block of queries, or ends it. Of the tiles that see the
-        // last query of the block's pair, the last comes first.
-        auto take_turn = [&](int block, const float4 *sums_of_block, bool ends) {
-            const uint32_t index = (sums_of_block - reinterpret_cast<float4 *>(args.dQ_sums)) /
-                                   (B_r * kDHead / 4); // of the block, among those of all heads
-            int *turn = args.turns + (index - block % kTurnBlocks) * kTurns + warp % kTurns;
-            const int end = (block / kTurnBlocks + 1) * kTurnBlocks * B_r;
-            int keys = padded_keys<B_c>(args.len_k);
-            if (cfg.causal && end < q_rows) {
-                keys = min(keys, padded_keys<B_c>(end + shift));
-            }
-            keys -= load_place(places_smem + tile.slot * kPlaceBytes).row;
-            const int number = keys / B_c - 1; // of tiles that add before
-            if (ends) {
-                __syncwarp(); // one lane ends the turn of what all lanes have added
-            }
-            if (lane == 0 && ends) {
-                store_release(turn, number + 1);
-            } else if (lane == 0) {
-                while (load_acquire(turn) != number) {
-                }
-            }
-            __syncwarp(); // all lanes add after what one lane has seen
+        auto take_turn_at = [&](int block, const float4 *sums_of_block, bool ends) {
+            const int key = load_place(places_smem + tile.slot * kPlaceBytes).row;
+            take_turn<B_c, cfg.causal>(args, key, block, sums_of_block, q_rows, shift, ends);
         };
         auto add_block = [&](int block, bool begins, bool is_last) {
             barrier_wait(dS_ring.barrier(dS_full), dS_ring.lap);
@@ -204,7 +149,7 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
                 }
                 wgmma_commit();
                 if (cfg.in_turn && piece == 0 && (begins || block % kTurnBlocks == 0)) {
-                    take_turn(block, sums, false);
+                    take_turn_at(block, sums, false);
                 }
                 wgmma_wait<0>();
                 hold(dQ_rmem);
@@ -212,7 +157,7 @@ __global__ void __launch_bounds__((Config::value.B_c / kWgmmaM + 1) * kWarpgroup
             }
             release(dS_ring, dS_empty, lane);
             if (cfg.in_turn && ((block + 1) % kTurnBlocks == 0 || block + 1 == q_rows / B_r)) {
-                take_turn(block, sums - B_r * kDHead / 4, true);
+                take_turn_at(block, sums - B_r * kDHead / 4, true);
             }
         };
         for (TilePlace own; (own = wait_for_place(tile, K_full, places_smem)).row >= 0;) {

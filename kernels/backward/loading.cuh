@@ -1,6 +1,7 @@
 #pragma once
 // The way of tiles, of their places and of statistics to shared memory, and the slots there.
 
+#include "kernels/backward/layout.cuh"
 #include "kernels/backward/places.cuh"
 #include "kernels/backward/scores.cuh"
 #include "sm90/mbarrier.cuh"
@@ -36,7 +37,6 @@ __device__ __forceinline__ TilePlace wait_for_place(const Ring<kSlots> &ring, ui
     return load_place(places_smem + ring.slot * kPlaceBytes);
 }
 
-constexpr uint32_t kStatisticsBytes = 2 * kWgmmaM * sizeof(float); // of 64 queries
 // Loads a tile of each of two tensors into the next slot of a ring, once it is empty, and the
 // statistics of its queries.
 template <uint32_t kBytes, int kSlots>

@@ -1,5 +1,5 @@
 #pragma once
-// Sums of dQ in memory: cleared, added to, and rounded; and what orders additions.
+// Sums of dQ in memory: cleared, added to, and rounded.
 
 #include "kernels/backward/outputs.cuh"
 #include "kernels/backward/places.cuh"
@@ -67,14 +67,4 @@ __device__ __forceinline__ void round_sums(const BackwardKernelArgs &args) {
     place.row -= rows_before<kCausal>(args); // TMA could not store from a negative row on
     store_sums<kDType, true>(args.dQ_gmem, args.dQ_strides, place, threadIdx.x / 32 * kWarpRows,
                              dQ_rmem, args.softmax_scale, args.len_q);
-}
-
-// An integer that thread blocks of the whole GPU hand on with what was written before it.
-__device__ __forceinline__ int load_acquire(const int *src_gmem) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(src_gmem) : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_release(int *dst_gmem, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(dst_gmem), "r"(value) : "memory");
 }
