@@ -10,7 +10,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,8 +32,9 @@ Run pt_bench.py once for each kind of problem that the family takes, the shortes
 attention has its last steps and the winners of sweeps measured on one sequence at a time, on causal
 problems, on grouped heads, in both dtypes and at odd lengths. The last step and the winners are
 also measured with a causal mask and without, in bursts and sustained. A family of the backward pass
-has its last step measured on grouped heads, with a causal mask and in both dtypes, a family of
-another operation its last steps in all dtypes. At the end all steps are measured beside each other.
+has its last step measured on grouped heads, with a causal mask, in both dtypes and at head size 64,
+a family of another operation its last steps in all dtypes. At the end all steps are measured beside
+each other.
 
 The files are FOLDER/FAMILY_KIND_GPU.json. A run can be interrupted at any time: the same command
 continues with the files in FOLDER. FlashAttention-3 takes part if fa3_fwd is installed. Further
@@ -58,7 +59,7 @@ class Kind:
     name: in the file's name; "" for the family's main file. sizes: if empty, the operation's own.
     options: of pt_bench.py. steps: number of steps, counted from the last; None for all steps.
     all_dtypes: whether all dtypes of the family are measured, instead of one. winners: whether the
-    winners of sweeps take part.
+    winners of sweeps take part. d_head: the head size, if it is not that of the family's steps.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Kind:
     all_dtypes: bool = False
     causal: bool = False
     winners: bool = True
+    d_head: int | None = None
 
     def dtypes(self, family: Family) -> tuple[Element, ...]:
         """The element types that are measured."""
@@ -83,7 +85,7 @@ class Kind:
             for fixed in family.progression()
             for variant in fixed.variants()
             if variant.dtype in dtypes and is_causal(variant) == self.causal
-            if variant.supports.sizes == fixed.supports.sizes
+            if variant.supports.sizes == self.head_sizes(fixed)
             if not getattr(variant.supports, "exact", ())
         ]
         steps = list(dict.fromkeys(config.step for config in own))
@@ -92,6 +94,11 @@ class Kind:
         if self.winners:
             found += winners(family, dtypes, self.causal)
         return [config for config in dict.fromkeys(found) if config in built]
+
+    def head_sizes(self, fixed: Config) -> Mapping[str, int]:
+        """The sizes of the kernels that are measured for a step with this fixed config."""
+        own = fixed.supports.sizes
+        return own if self.d_head is None else dict.fromkeys(own, self.d_head)
 
     def is_taken(self, configs: Sequence[Config]) -> bool:
         """Whether each size is taken by one of the configs."""
@@ -105,10 +112,13 @@ class Kind:
         dtype = "all" if self.all_dtypes else self.dtype.short
         name = "_".join(filter(None, (family.name, self.name, gpu)))
         causal = ["--causal"] if self.causal else []
+        d_head = self.head_sizes(family.progression()[0]).get("d_head")
+        usual = getattr(family.operation.measured(family.operation.measured_at[0]), "d_head", None)
+        head = ["--d-head", str(d_head)] if d_head not in (None, usual) else []
         sizes = [swept_option(family.operation), *map(str, self.sizes)] if self.sizes else []
         return [
             *("--rounds", "3", "--resume", "--json", str(folder / f"{name}.json")),
-            *("--dtype", dtype, *self.options, *causal, *sizes),
+            *("--dtype", dtype, *self.options, *causal, *head, *sizes),
         ]
 
 
@@ -136,6 +146,8 @@ KINDS = {
         Kind("grouped", LENGTHS, (*_SUSTAINED, "--heads", "32", "--kv-heads", "8"), steps=1),
         Kind("causal", LENGTHS, steps=1, causal=True),
         Kind("last_dtypes", LENGTHS, steps=1, all_dtypes=True),
+        Kind("d64_causal", LENGTHS, steps=1, causal=True, d_head=64),
+        Kind("d64", LENGTHS, steps=1, d_head=64),
         _ALL_STEPS,
     ),
 }
