@@ -34,7 +34,7 @@ Time a forward and a backward pass of attention() and of PyTorch's flash and cuD
 through autograd, as a training calls them: with gradients of q, k and v for a given dO, in bf16,
 with and without a causal mask, replayed from CUDA graphs. Contenders are interleaved under
 sustained load. Gradients are compared with float64 before and after. The speed counts 3.5 times the
-operations of the forward pass.
+operations of the forward pass. The file is written after each problem.
 """
 
 EXAMPLES = f"""\
@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     protocol = Protocol(rounds=arguments.rounds, loads=(LOADS[SUSTAINED],))
     timer, sensor = make_timer(backend.device, protocol), GpuSensor(backend.device)
     asked = [measured(n, causal=causal) for causal in (False, True) for n in arguments.sizes]
+    provenance = provenance_here(backend, command, arguments, ROOT)
     found = []
     with bar(asked, desc="timing", unit="problem") as problems:
         for problem in problems:
@@ -93,21 +94,20 @@ def run(arguments: argparse.Namespace, command: str) -> int:
                 *(timer, protocol, sensor),
             )
             del sets  # before those of the next problem are made
-    speeds = AutogradSpeeds(
-        provenance_here(backend, command, arguments, ROOT), protocol, tuple(found)
-    )
+            speeds = AutogradSpeeds(provenance, protocol, tuple(found))
+            speeds.save(arguments.json)
     print(speeds.table().text())
     failures = [m for m in found if m.failure]
     for failed in failures:
         print(f"{failed.name}, {failed.asked}: {failed.failure}", file=sys.stderr)
-    speeds.save(arguments.json)
     return 1 if any(failed.name == LAB for failed in failures) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
     arguments = parse_arguments(argv)
-    return run_measurement(run, arguments, "benchmarks/autograd.py", argv, OSError)
+    kept = f"{arguments.json} holds each problem that was measured"
+    return run_measurement(run, arguments, "benchmarks/autograd.py", argv, OSError, kept=kept)
 
 
 if __name__ == "__main__":

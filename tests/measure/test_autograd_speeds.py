@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 import pytest
-from fake_backend import fake_backend
+from fake_backend import fake_backend, load_tool
 from torch.nn.attention import SDPBackend
 
 import flash_attention
@@ -14,7 +14,7 @@ from flash_helpers.console.tables import DASH
 from flash_helpers.course.blocks import render
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.kernel_configs import Element
-from flash_helpers.measure import autograd
+from flash_helpers.measure import autograd, benchmark, timing
 from flash_helpers.measure.autograd import BACKENDS, LAB, AutogradSpeeds, contenders
 from flash_helpers.measure.benchmark import InputSet
 from flash_helpers.measure.machine import provenance
@@ -80,3 +80,25 @@ def test_a_page_shows_the_table_and_how_it_was_measured(tmp_path) -> None:
     text = render(Evidence(tmp_path), "autograd", "autograd_h100", PurePosixPath("docs/using.md"))
     assert text.startswith(SPEEDS.table().markdown())
     assert "commit 68cfc22" in text and "PyTorch's faster backend" in text
+
+
+def test_an_interrupted_run_keeps_the_problems_that_it_measured(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    tool, asked = load_tool("benchmarks/autograd.py"), []
+
+    def measure_problem(contenders, sets, problem, *_) -> list[Measurement]:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(problem)
+        return [timed(own.name, problem, 1.0) for own in contenders]
+
+    monkeypatch.setattr(tool, "find_backend", lambda kind: fake_backend())
+    monkeypatch.setattr(tool, "GpuSensor", lambda device: None)
+    monkeypatch.setattr(timing, "make_timer", lambda device, protocol: None)
+    monkeypatch.setattr(benchmark, "make_input_sets", lambda *_: [])
+    monkeypatch.setattr(benchmark, "measure_problem", measure_problem)
+    path = tmp_path / "autograd.json"
+    assert tool.main(["--json", str(path), "--commit", "68cfc22"]) == 130
+    assert {m.asked for m in AutogradSpeeds.load(path).measurements} == {*asked}
+    assert f"interrupted, {path} holds each problem" in capsys.readouterr().err

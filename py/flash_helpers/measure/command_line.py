@@ -45,16 +45,18 @@ def run_measurement(
     tool: str,
     argv: Sequence[str] | None,
     *errors: type[Exception],
+    kept: str = "nothing was written",
 ) -> int:
-    """Run a tool that measures and then writes; return its exit status.
+    """Run a tool that measures and writes; return its exit status.
 
     `run`: takes the arguments and the command as typed in a shell, which is that of `tool`, such as
-    "mma_cycles.py". `errors`: as `run_tool` takes them, beside KernelsNotRun.
+    "mma_cycles.py". `errors`: as `run_tool` takes them, beside KernelsNotRun. `kept`: what is told
+    after Ctrl-C of the measurements until then.
     """
     command = typed_command(tool, argv)
     return run_tool(
         lambda: run(arguments, command),
         KernelsNotRun,
         *errors,
-        interrupted="interrupted, nothing was written",
+        interrupted=f"interrupted, {kept}",
     )
