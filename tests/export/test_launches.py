@@ -34,6 +34,7 @@ CONFIGS: dict[str, Config] = {
     "any length": HOPPER.fixed_config(HOPPER.steps["h20"], Element.FP16),
     "counter": _LAST["hopper"].replace(causal=True),
     "causal gradients": _LAST["backward"].replace(causal=True),
+    "gradients in turn": _LAST["backward"].replace(in_turn=True),
     "long tile": HOPPER.fixed_config(HOPPER.steps["h24"], Element.BF16).replace(
         **LONG_TILE, causal=True
     ),

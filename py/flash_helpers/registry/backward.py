@@ -286,7 +286,8 @@ class BackwardKernelConfig(Config):
     def _order(self, problem: AttentionBackward, device: Device) -> dict[str, tuple[int]]:
         """Return the heads of K and V whose causal tiles are taken together, longest first: their
         K, V, Q, dO and sums of dQ stay in the L2 cache. And those of the last group, of which each
-        thread block takes some tiles: the more there are, the shorter the last ones of all are."""
+        thread block takes some tiles: the more there are, the shorter the last ones of all are. In
+        turn it also has the heads that fill no other group: tiles of few heads would wait."""
         heads = problem.kv_heads * problem.batch
         per_query = (2 * ELEMENT_BYTES + FLOAT.size) * problem.heads // problem.kv_heads
         head_bytes = self.d_head * (per_query * problem.len_q + 2 * ELEMENT_BYTES * problem.len_k)
@@ -296,7 +297,10 @@ class BackwardKernelConfig(Config):
             group = max(group, -(-TURN_BLOCKS * device.sms // blocks))
         group = min(heads, group)
         last = -(-LAST_ROUNDS * device.sms // -(-problem.len_k // self.B_c))
-        return {"head_group": (group,), "last_heads": (min(heads, max(group, last)),)}
+        last = min(heads, max(group, last))
+        if self.in_turn:
+            last += (heads - last) % group
+        return {"head_group": (group,), "last_heads": (last,)}
 
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
         """Return the launches of the kernels in turn."""

@@ -100,6 +100,18 @@ def test_causal_tiles_of_groups_of_heads_come_once_each(monkeypatch) -> None:
         assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])
 
 
+def test_in_turn_every_group_has_the_heads_behind_which_tiles_do_not_wait() -> None:
+    """Of 256 heads of length 512 on 132 SMs 50: the others, 106, are in the last group."""
+    config = next(c for c in CONFIGS if getattr(c, "in_turn", False) and not c.causal)
+    for length, heads, group in ((512, 256, 50), (1024, 128, 25), (512, 128, 50), (256, 64, 64)):
+        problem = config.supports.problem(1, heads, length, length)
+        values = config.call(problem, problem.strides(), on_sms(132)).launches[0].values
+        assert values["head_group"] == (group,)
+        (last,) = values["last_heads"]
+        assert group <= last <= heads
+        assert (heads - last) % group == 0
+
+
 @each(CONFIGS, once=True)
 def test_a_query_with_an_lse_of_minus_infinity_adds_nothing(config) -> None:
     length = config.supports.whole
