@@ -15,6 +15,7 @@ struct BackwardKernelConfig {
     int B_c; // keys of a tile of K and V, 64 for each warpgroup that computes
     int slots; // tiles of each tensor that the loops walk
     bool causal; // a causal mask, aligned to the bottom right
+    bool window; // a query sees keys within a distance
     bool in_turn; // adds dQ in one order: each call gives the same bits
     // fields:end
 
@@ -42,4 +43,5 @@ struct alignas(128) BackwardKernelArgs {
     int tiles, head_group, last_heads; // heads of K per group of causal tiles, and in the last one
     void *dQ_gmem; // of steps that take any lengths
     TensorStrides dQ_strides;
+    int window_left, window_right; // keys that a query sees to either side; 0 of those behind
 };

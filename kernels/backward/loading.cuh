@@ -82,3 +82,53 @@ __device__ __forceinline__ void pass_on(Ring<kSlots> &next, uint32_t full, uint3
     release(dS_ring, dS_full, threadIdx.x % 32);
     release(next, empty, threadIdx.x % 32);
 }
+
+// The loads of one thread for tiles of keys and the blocks of queries that see them, in the order
+// in which all roles come to them. Blocks: which blocks see a tile.
+template <typename Config, typename Blocks>
+struct Loader {
+    static constexpr BackwardKernelConfig cfg = Config::value;
+    static constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
+    const BackwardKernelArgs &args;
+    const Layout<Config> &smem;
+    const Blocks &blocks;
+    Ring<cfg.slots> ring; // of blocks
+    Ring<kTileSlots> next_tile;
+    // What is loaded: a tile, its next block, and the blocks that are left.
+    int taken = blockIdx.x, left = 0;
+    TilePlace place, queries;
+
+    __device__ __forceinline__ TilePlace first_block() const { // of the first head
+        return {blocks.first(place.row) * B_r, place.head * args.heads_per_kv, place.batch};
+    }
+    __device__ __forceinline__ int end_row() const { // of each head's blocks
+        return blocks.end(place.row + B_c - kWgmmaM) * B_r;
+    }
+    // Loads the next block of queries, and before the first of a tile its K. tile: the slot of the
+    // tile that is computed.
+    __device__ __forceinline__ void load_next(const Ring<kTileSlots> &tile, bool V_is_free) {
+        // K of the tile behind the present one has a slot, but not that of a third.
+        if (left == 0 && (next_tile.slot != tile.slot || next_tile.lap == tile.lap)) {
+            place = place_of_keys<B_c, cfg.causal, cfg.in_turn>(args, taken);
+            load_with_place<kTileBytes<B_c>>(next_tile, smem.K_full, smem.K_empty, smem.K_smem,
+                                             args.K, smem.places_smem, place);
+            queries = first_block();
+            left = place.row < 0 ? 0 : (end_row() - queries.row) / B_r * args.heads_per_kv;
+        }
+        if (left > 0) {
+            const int64_t row = row_index(args, queries, blocks.rows);
+            const TilePlace Q_place = {queries.row - blocks.before, queries.head, queries.batch};
+            load_pair<kTileBytes<B_r>>(ring, smem.full, smem.empty, smem.QdO_smem, args.Q, args.dO,
+                                       Q_place, smem.statistics_smem, args.statistics + 2 * row);
+            if ((queries.row += B_r) == end_row()) { // the next head follows
+                queries = {first_block().row, queries.head + 1, queries.batch};
+            }
+            if (--left == 0) { // the answer comes while a block is computed
+                taken = atomicAdd(args.next_tile, 1) + gridDim.x;
+            }
+        }
+        if (V_is_free) {
+            load_tile<kTileBytes<B_c>>(smem.V_smem, args.V, smem.V_full, place);
+        }
+    }
+};

@@ -71,6 +71,30 @@ __device__ __forceinline__ int padded_keys(int keys) {
     return (keys + B_c - 1) / B_c * B_c;
 }
 
+// The blocks of a head's queries, in `rows` rows, and those that see 64 keys. Row i sees the keys
+// from i + shift - width + 1 to i + shift.
+template <typename Config>
+struct Blocks {
+    static constexpr BackwardKernelConfig cfg = Config::value;
+    static constexpr bool kMoves = cfg.causal || cfg.window; // each row's last key is another one
+    int rows, before, shift, width;
+
+    __device__ __forceinline__ explicit Blocks(const BackwardKernelArgs &args)
+        : rows(padded_rows<cfg.causal>(args)), before(rows_before<cfg.causal>(args)),
+          shift(args.len_k - args.len_q - before + (cfg.window ? args.window_right : 0)),
+          width(args.window_left + args.window_right + 1) {}
+
+    // The first of those that see keys from `key` on, and their end. Where no row sees one, a block
+    // stands for them that sees none.
+    __device__ __forceinline__ int first(int key) const {
+        return kMoves ? min(max(key - shift, 0), rows - 1) / kWgmmaM : 0;
+    }
+    __device__ __forceinline__ int end(int key) const {
+        const int last = cfg.window ? key + kWgmmaM - 1 - shift + width - 1 : rows;
+        return min(max(last / kWgmmaM, first(key)) + 1, rows / kWgmmaM);
+    }
+};
+
 // The place of a tile of keys by its number, of any lengths. Behind the last tile the row is -1. In
 // turn, the last keys of a group of heads come first.
 template <int B_c, bool kCausal, bool kInTurn>

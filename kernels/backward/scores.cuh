@@ -30,6 +30,18 @@ __device__ __forceinline__ void hide_keys(float (&S_rmem)[kCount], int warp_row)
     }
 }
 
+// Logits of keys that a query does not see become -infinity: of the block's queries, the warp's key
+// g is seen by `width` from `first` on, and its key g + 8 by those 8 further on.
+template <int kCount>
+__device__ __forceinline__ void hide(float (&S_rmem)[kCount], int first, int width) {
+    first += threadIdx.x % 32 / 4 - threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int query = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+        S_rmem[i] = uint32_t(query - first) < uint32_t(width) ? S_rmem[i] : -INFINITY;
+    }
+}
+
 // P = 2^(S · scale) in the place of S.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale) {

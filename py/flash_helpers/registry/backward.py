@@ -22,6 +22,7 @@ from flash_helpers.operations.attention_forward.supports import (
     MAX_LENGTH,
     SOFTMAX_SCALE,
     TWO_LENGTHS,
+    WINDOW,
 )
 from flash_helpers.registry.call import (
     FLOAT,
@@ -35,7 +36,14 @@ from flash_helpers.registry.call import (
     Launch,
     StructLayout,
 )
-from flash_helpers.registry.config import Config, element, flag, number, with_flags
+from flash_helpers.registry.config import (
+    Config,
+    differing_fields,
+    element,
+    flag,
+    number,
+    with_flags,
+)
 from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
@@ -79,7 +87,7 @@ STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and del
 GROUP_BYTES = 16 << 20  # of the tensors of heads whose causal tiles are taken together
 TURN_BLOCKS = 3  # of queries, by which a tile is behind the tile whose turns it waits for
 LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
-FLAGS = ("causal", "in_turn")  # of a config, for which kernels are compiled
+FLAGS = ("causal", "window", "in_turn")  # of a config, for which kernels are compiled
 ANY_LENGTHS = "any_lengths"  # not of whole blocks alone
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
@@ -105,6 +113,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("tiles", "head_group", "last_heads"), INT),
             "dQ_gmem": POINTER,
             "dQ_strides": STRIDES,
+            **dict.fromkeys(("window_left", "window_right"), INT),
         }
     ),
 )
@@ -117,7 +126,8 @@ class BackwardKernelConfig(Config):
     `B_r`: queries of a tile of Q and dO, those of a warpgroup of `dq_kernel`. `B_c`: keys of a tile
     of K and V, 64 for each warpgroup of the main kernel that computes. `slots`: tiles of each
     tensor that a loop walks which shared memory holds. `causal`: the kernels mask, and take causal
-    problems alone. `in_turn`: tiles of keys add dQ in one order, for the same bits in every call.
+    problems alone. `window`: likewise of problems with a window. `in_turn`: tiles of keys add dQ in
+    one order, for the same bits in every call.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -131,6 +141,7 @@ class BackwardKernelConfig(Config):
     B_c: int = number("Bc", "keys of a tile of K and V, 64 for each warpgroup that computes")
     slots: int = number("sl", "tiles of each tensor that the loops walk", default=1)
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
+    window: bool = flag("window", "a query sees keys within a distance", default=False)
     in_turn: bool = flag(
         "in_turn", "adds dQ in one order: each call gives the same bits", default=False
     )
@@ -234,9 +245,17 @@ class BackwardKernelConfig(Config):
         return self.rows[kernel], self.B_c if kernel == DQ else self.B_r
 
     @property
+    def _max_length(self) -> int:
+        """Most queries and most keys: rows of the last blocks are numbered beyond the end, and with
+        a window sums of two lengths and both bounds are an int."""
+        most = MAX_LENGTH // 4 if self.window else MAX_LENGTH
+        return most - self.B_r - self.B_c if ANY_LENGTHS in self.step.traits else most
+
+    @property
     def supports(self) -> AttentionBackwardSupports:
         """Whole blocks of queries and of keys, until a step takes any lengths."""
         any_length = ANY_LENGTHS in self.step.traits
+        compiled = frozenset({WINDOW} if self.window else ())
         return AttentionBackwardSupports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
@@ -247,14 +266,14 @@ class BackwardKernelConfig(Config):
             max_heads=gpu.MAX_GRID[0],
             # a head's queries may take a block more than they fill
             max_tiles=gpu.MAX_GRID[0] // (self.B_r // DELTA_ROWS) // (2 if any_length else 1),
-            # rows of the last blocks are numbered beyond the end
-            max_length=MAX_LENGTH - self.B_r - self.B_c if any_length else MAX_LENGTH,
+            max_length=self._max_length,
             B_r=self.B_r,
             B_c=self.B_c,
             causal=self.causal,
             min_scale=MIN_SCALE if STATISTICS_FIRST in self.step.traits else 0.0,
             deterministic=self.is_deterministic,
-            abilities=frozenset({TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE}),
+            abilities=compiled | {TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE},
+            exact=compiled,
         )
 
     def check(self) -> None:
@@ -325,6 +344,12 @@ class BackwardKernelConfig(Config):
             "scale": (problem.softmax_scale * math.log2(math.e),),
             "softmax_scale": (problem.softmax_scale,),
         }
+        if self.window:
+            left, right = problem.window_left, problem.window_right
+            values |= {
+                "window_left": (problem.len_k if left is None else left,),
+                "window_right": (0 if self.causal else problem.len_q if right is None else right,),
+            }
         pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse"}
         pointers |= {name: name for name in self.floats_per_query}
         q_tiles = self._q_tiles(problem)
@@ -377,13 +402,16 @@ def _file(number: int) -> str:
 
 
 def configs_with_flags() -> list[BackwardKernelConfig]:
-    """Return the configs with flags of the steps that have them."""
-    return [
-        config
-        for step in BACKWARD.steps.values()
-        for dtype in BACKWARD.dtypes
-        for config in BACKWARD.fixed_config(step, dtype).variants()[1:]
-    ]
+    """Return the configs with one of the flags of their step, and with all of them; of steps with
+    more than two flags the former in bf16 and the latter in fp16."""
+    found = []
+    for step in BACKWARD.steps.values():
+        n_flags = len([name for name in FLAGS if name in step.tunable])
+        for dtype in BACKWARD.dtypes:
+            numbers = {1, n_flags} if n_flags < 3 else {1 if dtype is Element.BF16 else n_flags}
+            plain, *others = BACKWARD.fixed_config(step, dtype).variants()
+            found += [x for x in others if len(differing_fields(x, plain)) in numbers]
+    return found
 
 
 BACKWARD = Family(
@@ -394,7 +422,15 @@ BACKWARD = Family(
     rank=7,
     config=BackwardKernelConfig,
     base=MappingProxyType(
-        {"d_head": 128, "B_r": 64, "B_c": 64, "slots": 1, "causal": False, "in_turn": False}
+        {
+            "d_head": 128,
+            "B_r": 64,
+            "B_c": 64,
+            "slots": 1,
+            "causal": False,
+            "window": False,
+            "in_turn": False,
+        }
     ),
     entries=(
         StepEntry(
@@ -475,6 +511,13 @@ BACKWARD = Family(
             "programmatic launches: a launch begins while the one before it ends",
             _file(13),
             traits=frozenset({PROGRAMMATIC, UNMEASURED}),
+        ),
+        StepEntry(
+            "window",
+            "window: blocks of queries that see no key of a tile are never loaded",
+            _file(14),
+            opens={"window": (False,)},
+            traits=frozenset({UNMEASURED}),
         ),
     ),
     targets=(TARGET,),

@@ -103,6 +103,11 @@ FAULTS = {
         "b13", BF16, MAIN_LOOP, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
         "load", kernel="convert_kernel",
     ),
+    "b14: a key is seen by all queries behind it": Fault(
+        "b14", BF16, MAIN_LOOP, r"setp\.lt\.u32\s+%p\d+, %r\d+, %r\d+;",
+        swap(r"setp\.lt\.u32\s+(%p\d+), (%r\d+), .*;", r"setp.ge.s32 \1, \2, 0;"),
+        quantity="P of dV", turn=3, options={"window": True}, kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
