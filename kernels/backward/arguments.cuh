@@ -16,6 +16,7 @@ struct BackwardKernelConfig {
     int slots; // tiles of each tensor that the loops walk
     bool causal; // a causal mask, aligned to the bottom right
     bool window; // a query sees keys within a distance
+    bool softcap; // limits the logits by tanh
     bool in_turn; // adds dQ in one order: each call gives the same bits
     // fields:end
 
@@ -44,4 +45,5 @@ struct alignas(128) BackwardKernelArgs {
     void *dQ_gmem; // of steps that take any lengths
     TensorStrides dQ_strides;
     int window_left, window_right; // keys that a query sees to either side; 0 of those behind
+    float scale_in_cap; // softmax_scale / softcap, and scale is log2(e) · softcap
 };

@@ -51,7 +51,8 @@ __device__ __forceinline__ void store_delta(const BackwardKernelArgs &args) {
 }
 
 // Stores what S and dP of a query begin with, of a thread block of delta_kernel, in padded rows.
-template <DType kDType, bool kCausal>
+// With a softcap -LSE to base 2, which exponents of P begin with, takes the place of the former.
+template <DType kDType, bool kCausal, bool kSoftcap = false>
 __device__ __forceinline__ void store_statistics(const BackwardKernelArgs &args) {
     const int rows = padded_rows<kCausal>(args);
     TilePlace place = own_place<kDeltaRows>(rows, args.heads);
@@ -63,7 +64,8 @@ __device__ __forceinline__ void store_statistics(const BackwardKernelArgs &args)
     const float delta = row_delta<kDType>(args, place);
     if (threadIdx.x % kDeltaLanes == 0) {
         float *statistics = args.statistics + row / kWgmmaM * 2 * kWgmmaM + row % kWgmmaM;
-        statistics[0] = exists ? -load_lse(args, row_index(args, place)) / args.scale : 0;
+        statistics[0] =
+            exists ? -load_lse(args, row_index(args, place)) / (kSoftcap ? 1 : args.scale) : 0;
         statistics[kWgmmaM] = exists ? -delta : 0;
     }
 }

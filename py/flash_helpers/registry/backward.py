@@ -20,6 +20,7 @@ from flash_helpers.operations.attention_backward.supports import AttentionBackwa
 from flash_helpers.operations.attention_forward.supports import (
     GROUPED_HEADS,
     MAX_LENGTH,
+    SOFTCAP,
     SOFTMAX_SCALE,
     TWO_LENGTHS,
     WINDOW,
@@ -87,7 +88,7 @@ STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and del
 GROUP_BYTES = 16 << 20  # of the tensors of heads whose causal tiles are taken together
 TURN_BLOCKS = 3  # of queries, by which a tile is behind the tile whose turns it waits for
 LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
-FLAGS = ("causal", "window", "in_turn")  # of a config, for which kernels are compiled
+FLAGS = ("causal", "window", "softcap", "in_turn")  # of a config, for which kernels are compiled
 ANY_LENGTHS = "any_lengths"  # not of whole blocks alone
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
@@ -114,6 +115,7 @@ ARGUMENTS = StructLayout(
             "dQ_gmem": POINTER,
             "dQ_strides": STRIDES,
             **dict.fromkeys(("window_left", "window_right"), INT),
+            "scale_in_cap": FLOAT,
         }
     ),
 )
@@ -126,8 +128,8 @@ class BackwardKernelConfig(Config):
     `B_r`: queries of a tile of Q and dO, those of a warpgroup of `dq_kernel`. `B_c`: keys of a tile
     of K and V, 64 for each warpgroup of the main kernel that computes. `slots`: tiles of each
     tensor that a loop walks which shared memory holds. `causal`: the kernels mask, and take causal
-    problems alone. `window`: likewise of problems with a window. `in_turn`: tiles of keys add dQ in
-    one order, for the same bits in every call.
+    problems alone. `window`, `softcap`: likewise of problems with a window, and with a softcap.
+    `in_turn`: tiles of keys add dQ in one order, for the same bits in every call.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -142,6 +144,7 @@ class BackwardKernelConfig(Config):
     slots: int = number("sl", "tiles of each tensor that the loops walk", default=1)
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
     window: bool = flag("window", "a query sees keys within a distance", default=False)
+    softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
     in_turn: bool = flag(
         "in_turn", "adds dQ in one order: each call gives the same bits", default=False
     )
@@ -255,7 +258,8 @@ class BackwardKernelConfig(Config):
     def supports(self) -> AttentionBackwardSupports:
         """Whole blocks of queries and of keys, until a step takes any lengths."""
         any_length = ANY_LENGTHS in self.step.traits
-        compiled = frozenset({WINDOW} if self.window else ())
+        flags = {WINDOW: self.window, SOFTCAP: self.softcap}
+        compiled = frozenset(name for name, is_on in flags.items() if is_on)
         return AttentionBackwardSupports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
@@ -334,6 +338,7 @@ class BackwardKernelConfig(Config):
                 for member, name in _STORED.items()
             },
         }
+        scale = problem.softcap or problem.softmax_scale
         values: dict[str, tuple[float, ...]] = {
             "dO_strides": strides["do"][:3],
             "O_strides": strides["o"][:3],
@@ -341,9 +346,11 @@ class BackwardKernelConfig(Config):
             "len_k": (problem.len_k,),
             "heads": (problem.heads,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
-            "scale": (problem.softmax_scale * math.log2(math.e),),
+            "scale": (scale * math.log2(math.e),),
             "softmax_scale": (problem.softmax_scale,),
         }
+        if self.softcap:
+            values |= {"scale_in_cap": (problem.softmax_scale / scale,)}
         if self.window:
             left, right = problem.window_left, problem.window_right
             values |= {
@@ -429,6 +436,7 @@ BACKWARD = Family(
             "slots": 1,
             "causal": False,
             "window": False,
+            "softcap": False,
             "in_turn": False,
         }
     ),
@@ -519,13 +527,20 @@ BACKWARD = Family(
             opens={"window": (False,)},
             traits=frozenset({UNMEASURED}),
         ),
+        StepEntry(
+            "softcap",
+            "softcap: the logits are limited by tanh, whose derivative is a factor of dS",
+            _file(15),
+            opens={"softcap": (False,)},
+            traits=frozenset({UNMEASURED}),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),
     header=PurePosixPath("kernels/backward/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=11_000_000,
+    simulated_budget=13_500_000,
     matrix_budget=24_000_000,
     also_listed=configs_with_flags,
 )

@@ -108,6 +108,14 @@ FAULTS = {
         swap(r"setp\.lt\.u32\s+(%p\d+), (%r\d+), .*;", r"setp.ge.s32 \1, \2, 0;"),
         quantity="P of dV", turn=3, options={"window": True}, kernel="gradients_kernel",
     ),
+    "b15: P lacks the LSE, which S began with before": Fault(
+        "b15", BF16, MAIN_LOOP, r"add\.f32", swap(r"add\.f32\s+(%f\d+), %f\d+, ", r"mov.f32 \1, "),
+        quantity="LSE", options={"softcap": True}, kernel="gradients_kernel",
+    ),
+    "b15: where a key is hidden, the derivative of tanh is -infinity": Fault(
+        "b15", BF16, MAIN_LOOP, r"cvt\.sat\.f32", swap(r"cvt\.sat\.f32\.f32", "mov.f32"),
+        quantity="dK", options={"causal": True, "softcap": True}, kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
