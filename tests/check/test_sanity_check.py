@@ -17,6 +17,7 @@ from fake_backend import ARRIVAL, ROOT, Damage, fake_backend, load_tool
 from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     OPERATIONS,
     AttentionForward,
     Config,
@@ -178,6 +179,16 @@ def test_steps_that_do_not_take_the_problem_are_left_out_unless_they_are_named()
     assert len(told) == 4 and told[-1].endswith("more, which --json names")
     with pytest.raises(UsageError, match="is not supported by v1"):
         report_on(fake_backend(), "1", shape=shape)
+
+
+def test_by_default_the_first_step_of_each_family_is_checked_at_its_own_head_size() -> None:
+    problems = {name: operation.small for name, operation in OPERATIONS.items()}
+    request = make_request(fake_backend(), [], EVERY, problems, "normal", own_sizes=True)
+    checked = {config.step.id: config for config in request.configs}
+    for family in FAMILIES.values():
+        config = checked[next(iter(family.steps))]
+        own, sizes = request.problem_of(config), config.supports.sizes
+        assert {name: getattr(own, name) for name in sizes} == sizes
 
 
 def test_a_kernel_that_writes_nothing_fails() -> None:

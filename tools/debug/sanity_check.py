@@ -76,6 +76,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
         for name, o in OPERATIONS.items()
     )
+    problems += "; with the head size of a kernel's family, unless --d-head is given"
     parser.add_argument("--small", action="store_true", help=problems)
     parser.add_argument("--operation", choices=OPERATIONS, help="(default: all operations)")
     add_kernel_arguments(
@@ -181,6 +182,7 @@ def check(arguments: argparse.Namespace) -> int:
         arguments.seed,
         arguments.diff,
         chosen_variants(problems),
+        own_sizes=arguments.d_head is None,
     )
     require_options_of(arguments, request.problems)
     if backend.is_simulator:

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +40,7 @@ class SanityRequest:
 
     skipped: reasons why configs are left out although their step has another config that runs.
     problems: by operation. variants: by operation, of configs with an option such as a mask, where
-    they take it.
+    they take it. own_sizes: whether a family has problems of its own head size.
     """
 
     configs: tuple[Config, ...]
@@ -50,10 +50,11 @@ class SanityRequest:
     seed: int
     diff: bool
     variants: Mapping[str, Problem] = field(default_factory=dict)
+    own_sizes: bool = False
 
     def problem_of(self, config: Config) -> Problem:
         """Return the problem that a config is checked on."""
-        return _own_problem(config, self.problems, self.variants)
+        return _own_problem(config, self.problems, self.variants, self.own_sizes)
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,17 @@ class KernelCheck:
 
 
 def _own_problem(
-    config: Config, problems: Mapping[str, Problem], variants: Mapping[str, Problem]
+    config: Config,
+    problems: Mapping[str, Problem],
+    variants: Mapping[str, Problem],
+    own_sizes: bool,
 ) -> Problem:
     """Return the problem of a config's operation, with the config's dtype and what is compiled into
-    it, such as a mask."""
+    it, such as a mask. own_sizes: with the head size of the family's steps."""
+    sizes = config.family.progression()[0].supports.sizes if own_sizes else {}
 
     def own(problem: Problem) -> Problem:
-        return config.supports.adapted(problem.in_dtype(config.dtype))
+        return config.supports.adapted(replace(problem.in_dtype(config.dtype), **sizes))
 
     operation = config.family.operation.name
     if _has_option(config) and operation in variants:
@@ -143,11 +148,13 @@ def make_request(
     seed: int = 0,
     diff: bool = False,
     variants: Mapping[str, Problem] = MappingProxyType({}),
+    own_sizes: bool = False,
 ) -> SanityRequest:
     """Choose the configs to check: by default, the configs of the progression and their
     causal variants, as far as they take the problem.
 
-    problems: by operation; kernels of other operations are left out. variants: see SanityRequest.
+    problems: by operation; kernels of other operations are left out. variants, own_sizes: see
+    SanityRequest.
     Raises UsageError if a selector names no listed config, if no config of a chosen step takes the
     problem, and if no config at all does.
     """
@@ -163,12 +170,16 @@ def make_request(
     chosen = [c for c in chosen if distribution in operations[c].distributions]
     if not chosen:
         raise UsageError(f"inputs {distribution!r} belong to another operation: choose others")
-    refusals = {c: c.refusal(_own_problem(c, problems, variants)) for c in chosen}
+
+    def own_problem(config: Config) -> Problem:
+        return _own_problem(config, problems, variants, own_sizes)
+
+    refusals = {c: c.refusal(own_problem(c)) for c in chosen}
     run = {c.step for c in chosen if not refusals[c]}
     may_be_left_out = run if selectors or not run else {c.step for c in chosen}
     configs = [c for c in chosen if not refusals[c] or c.step not in may_be_left_out]
     for config in configs:
-        require_supported([config], _own_problem(config, problems, variants))
+        require_supported([config], own_problem(config))
     with_option = {operations[c].name for c in configs if _has_option(c)}
     return SanityRequest(
         configs=tuple(configs),
@@ -178,6 +189,7 @@ def make_request(
         seed=seed,
         diff=diff,
         variants={name: problem for name, problem in variants.items() if name in with_option},
+        own_sizes=own_sizes,
     )
 
 
