@@ -18,6 +18,7 @@ struct BackwardKernelConfig {
     bool window; // a query sees keys within a distance
     bool softcap; // limits the logits by tanh
     bool in_turn; // adds dQ in one order: each call gives the same bits
+    bool varlen; // sequences of various lengths, one after the other
     // fields:end
 
     friend auto operator<=>(const BackwardKernelConfig &, const BackwardKernelConfig &) = default;
@@ -46,4 +47,6 @@ struct alignas(128) BackwardKernelArgs {
     TensorStrides dQ_strides;
     int window_left, window_right; // keys that a query sees to either side; 0 of those behind
     float scale_in_cap; // softmax_scale / softcap, and scale is log2(e) · softcap
+    const int *cu_seqlens_q, *cu_seqlens_k; // begins of sequences, and the total; or null
+    int n_sequences; // 0, or len_q and len_k are totals, and a row is a batch
 };

@@ -15,6 +15,7 @@ struct Layout {
     static constexpr BackwardKernelConfig cfg = Config::value;
     static constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kConsumers = B_c / kWgmmaM;
     static constexpr uint32_t kScoreBytes = kConsumers * piece_bytes(B_r);
+    static constexpr int kTilePlace = cfg.varlen ? 2 * kPlaceBytes : kPlaceBytes; // of a tile
     uint32_t K_smem; // (kTileSlots, B_c, d_head)
     uint32_t V_smem; // (B_c, d_head)
     uint32_t QdO_smem; // (slots, 2, B_r, d_head)
@@ -28,7 +29,7 @@ struct Layout {
           QdO_smem(V_smem + kTileBytes<B_c>), dS_smem(QdO_smem + cfg.slots * 2 * kTileBytes<B_r>),
           statistics_smem(dS_smem + kScoreSlots * kScoreBytes),
           places_smem(statistics_smem + cfg.slots * kStatisticsBytes),
-          V_full(places_smem + kTileSlots * kPlaceBytes), K_full(V_full + kBarrierBytes),
+          V_full(places_smem + kTileSlots * kTilePlace), K_full(V_full + kBarrierBytes),
           K_empty(K_full + kTileSlots * kBarrierBytes), full(K_empty + kTileSlots * kBarrierBytes),
           empty(full + cfg.slots * kBarrierBytes), dS_full(empty + cfg.slots * kBarrierBytes),
           dS_empty(dS_full + kScoreSlots * kBarrierBytes) {}

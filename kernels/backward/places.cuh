@@ -98,8 +98,8 @@ struct Blocks {
 // The place of a tile of keys by its number, of any lengths. Behind the last tile the row is -1. In
 // turn, the last keys of a group of heads come first.
 template <int B_c, bool kCausal, bool kInTurn>
-__device__ __forceinline__ TilePlace place_of_keys(const BackwardKernelArgs &args, int tile) {
-    const int rows = padded_keys<B_c>(args.len_k);
+__device__ __forceinline__ TilePlace place_of_keys(const BackwardKernelArgs &args, int tile,
+                                                   int rows) {
     if (tile >= args.tiles || !(kCausal || kInTurn)) {
         return tile < args.tiles ? own_place<B_c>(rows, args.heads / args.heads_per_kv, tile)
                                  : TilePlace{-1};
@@ -107,4 +107,8 @@ __device__ __forceinline__ TilePlace place_of_keys(const BackwardKernelArgs &arg
     TilePlace place = causal_place<B_c>(args, rows, tile);
     place.row = kInTurn ? rows - B_c - place.row : place.row;
     return place;
+}
+template <int B_c, bool kCausal, bool kInTurn>
+__device__ __forceinline__ TilePlace place_of_keys(const BackwardKernelArgs &args, int tile) {
+    return place_of_keys<B_c, kCausal, kInTurn>(args, tile, padded_keys<B_c>(args.len_k));
 }

@@ -97,3 +97,33 @@ __device__ __forceinline__ void store_transposed(uint32_t tile_smem, int column,
                  "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
                  : "memory");
 }
+
+// S = tanh(S · scale). Masks come after it.
+template <int kCount>
+__device__ __forceinline__ void limit(float (&S_rmem)[kCount], float scale) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        asm("tanh.approx.f32 %0, %1;" : "=f"(S_rmem[i]) : "f"(S_rmem[i] * scale));
+    }
+}
+
+// P = 2^(S · scale - LSE + mask) and its weight P · (1 - S^2): two of either, packed, in the place
+// of two S.
+template <DType kDType, int kCount>
+__device__ __forceinline__ void weigh_P(float (&S_rmem)[kCount], float scale,
+                                        const float *of_queries, const float (&mask)[2]) {
+    const float2 *pairs = reinterpret_cast<const float2 *>(of_queries) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+        const float2 pair = pairs[i / 4 * 4];
+        float P[2], weight[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float S = S_rmem[i + n], begin = (n == 0 ? pair.x : pair.y) + mask[i / 2 % 2];
+            P[n] = exp2_approx(fmaf(S, scale, begin));
+            weight[n] = P[n] * __saturatef(fmaf(-S, S, 1.0f)); // S may be -infinity
+        }
+        S_rmem[i] = __uint_as_float(pack<kDType>(P[0], P[1]));
+        S_rmem[i + 1] = __uint_as_float(pack<kDType>(weight[0], weight[1]));
+    }
+}

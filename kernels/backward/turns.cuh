@@ -24,13 +24,13 @@ constexpr int kTurns = kWarpgroup / 32; // of a block of queries, one for each w
 template <int B_c, bool kMoves>
 __device__ __forceinline__ void take_turn(const BackwardKernelArgs &args, int key, int block,
                                           const float4 *sums_of_block, int q_rows, int shift,
-                                          bool ends) {
+                                          bool ends, int key_rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t index = (sums_of_block - reinterpret_cast<float4 *>(args.dQ_sums)) /
                            (kWgmmaM * kDHead / 4); // of the block, among those of all heads
     int *turn = args.turns + (index - block % kTurnBlocks) * kTurns + warp % kTurns;
     const int end = (block / kTurnBlocks + 1) * kTurnBlocks * kWgmmaM;
-    int keys = padded_keys<B_c>(args.len_k);
+    int keys = key_rows;
     if (kMoves && end < q_rows) {
         keys = min(keys, padded_keys<B_c>(end + shift));
     }
@@ -45,4 +45,11 @@ __device__ __forceinline__ void take_turn(const BackwardKernelArgs &args, int ke
         }
     }
     __syncwarp(); // all lanes add after what one lane has seen
+}
+template <int B_c, bool kMoves>
+__device__ __forceinline__ void take_turn(const BackwardKernelArgs &args, int key, int block,
+                                          const float4 *sums_of_block, int q_rows, int shift,
+                                          bool ends) {
+    take_turn<B_c, kMoves>(args, key, block, sums_of_block, q_rows, shift, ends,
+                           padded_keys<B_c>(args.len_k));
 }

@@ -23,6 +23,7 @@ from flash_helpers.operations.attention_forward.supports import (
     SOFTCAP,
     SOFTMAX_SCALE,
     TWO_LENGTHS,
+    VARLEN,
     WINDOW,
 )
 from flash_helpers.registry.call import (
@@ -76,6 +77,8 @@ DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
 # begin with.
 DELTAS, DQ_SUMS, STATISTICS = "delta", "dQ_sums", "statistics"
 
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")  # where sequences of various lengths begin
+
 TURNS = "turns"  # another: for each warp that adds to a block of queries, the turns that have ended
 TURNS_BYTES = 16
 
@@ -88,7 +91,8 @@ STATISTICS_FIRST = "statistics_first"  # sums of S and dP begin with LSE and del
 GROUP_BYTES = 16 << 20  # of the tensors of heads whose causal tiles are taken together
 TURN_BLOCKS = 3  # of queries, by which a tile is behind the tile whose turns it waits for
 LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
-FLAGS = ("causal", "window", "softcap", "in_turn")  # of a config, for which kernels are compiled
+# Of a config, for which kernels are compiled.
+FLAGS = ("causal", "window", "softcap", "in_turn", "varlen")
 ANY_LENGTHS = "any_lengths"  # not of whole blocks alone
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
@@ -116,6 +120,8 @@ ARGUMENTS = StructLayout(
             "dQ_strides": STRIDES,
             **dict.fromkeys(("window_left", "window_right"), INT),
             "scale_in_cap": FLOAT,
+            **dict.fromkeys(SEQUENCES, POINTER),
+            "n_sequences": INT,
         }
     ),
 )
@@ -130,6 +136,7 @@ class BackwardKernelConfig(Config):
     tensor that a loop walks which shared memory holds. `causal`: the kernels mask, and take causal
     problems alone. `window`, `softcap`: likewise of problems with a window, and with a softcap.
     `in_turn`: tiles of keys add dQ in one order, for the same bits in every call.
+    `varlen`: the kernels take sequences of various lengths, which lie one after the other.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -147,6 +154,9 @@ class BackwardKernelConfig(Config):
     softcap: bool = flag("softcap", "limits the logits by tanh", default=False)
     in_turn: bool = flag(
         "in_turn", "adds dQ in one order: each call gives the same bits", default=False
+    )
+    varlen: bool = flag(
+        "varlen", "sequences of various lengths, one after the other", default=False
     )
 
     @property
@@ -258,7 +268,7 @@ class BackwardKernelConfig(Config):
     def supports(self) -> AttentionBackwardSupports:
         """Whole blocks of queries and of keys, until a step takes any lengths."""
         any_length = ANY_LENGTHS in self.step.traits
-        flags = {WINDOW: self.window, SOFTCAP: self.softcap}
+        flags = {WINDOW: self.window, SOFTCAP: self.softcap, VARLEN: self.varlen}
         compiled = frozenset(name for name, is_on in flags.items() if is_on)
         return AttentionBackwardSupports(
             dtype=self.dtype,
@@ -289,11 +299,13 @@ class BackwardKernelConfig(Config):
         shared = problem.heads // problem.kv_heads
         blocks = max(-(-problem.len_k // self.B_c), shared * (-(-problem.len_q // self.B_r) + 1))
         tiles = self._k_tiles(problem) if self.is_persistent(self.main_kernel) else 1
-        return RUNS_PER_TILE * (blocks + 2) * tiles
+        return RUNS_PER_TILE * (blocks + 2 + problem.sequences.bit_length()) * tiles
 
     def _q_tiles(self, problem: AttentionBackward) -> int:
         """Return the blocks of queries of all heads. Causal ones begin on the diagonal, before the
         first query, so that a head may have a block more than its queries fill."""
+        if self.varlen:
+            return (problem.len_q // self.B_r + problem.sequences) * problem.heads
         tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
         if not (self.causal and ANY_LENGTHS in self.step.traits):
             return tiles
@@ -303,23 +315,33 @@ class BackwardKernelConfig(Config):
         return tiles + more * problem.heads * problem.batch
 
     def _k_tiles(self, problem: AttentionBackward) -> int:
-        """Return the tiles of keys of all heads that have keys."""
-        return -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
+        """Return the tiles of keys of all heads that have keys: of sequences of various lengths so
+        many at most."""
+        return self._head_tiles(problem) * problem.kv_heads * problem.batch
+
+    def _head_tiles(self, problem: AttentionBackward) -> int:
+        """Return the tiles of keys of a head."""
+        if self.varlen:
+            return problem.len_k // self.B_c + problem.sequences
+        return -(-problem.len_k // self.B_c)
 
     def _order(self, problem: AttentionBackward, device: Device) -> dict[str, tuple[int]]:
         """Return the heads of K and V whose causal tiles are taken together, longest first: their
         K, V, Q, dO and sums of dQ stay in the L2 cache. And those of the last group, of which each
         thread block takes some tiles: the more there are, the shorter the last ones of all are. In
-        turn it also has the heads that fill no other group: tiles of few heads would wait."""
+        turn it also has the heads that fill no other group: tiles of few heads would wait.
+        Sequences of various lengths count as if all were alike: a tile meets those of its own."""
         heads = problem.kv_heads * problem.batch
         per_query = (2 * ELEMENT_BYTES + FLOAT.size) * problem.heads // problem.kv_heads
-        head_bytes = self.d_head * (per_query * problem.len_q + 2 * ELEMENT_BYTES * problem.len_k)
+        several = problem.sequences if self.varlen else 1  # as if all had the same length
+        len_q, len_k = -(-problem.len_q // several), -(-problem.len_k // several)
+        head_bytes = self.d_head * (per_query * len_q + 2 * ELEMENT_BYTES * len_k)
         group = max(1, GROUP_BYTES // head_bytes)
         if self.in_turn:
-            blocks = self._q_tiles(problem) // (problem.kv_heads * problem.batch)
+            blocks = self._q_tiles(problem) // (problem.kv_heads * problem.batch * several)
             group = max(group, -(-TURN_BLOCKS * device.sms // blocks))
         group = min(heads, group)
-        last = -(-LAST_ROUNDS * device.sms // -(-problem.len_k // self.B_c))
+        last = -(-LAST_ROUNDS * device.sms // self._head_tiles(problem))
         last = min(heads, max(group, last))
         if self.in_turn:
             last += (heads - last) % group
@@ -328,20 +350,29 @@ class BackwardKernelConfig(Config):
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
         """Return the launches of the kernels in turn."""
         rows = {"q": self.B_r, "do": self.B_r, "k": self.B_c, "v": self.B_c}
+
+        def of_tensor(name: str) -> tuple[int, ...]:
+            """Return the strides of batches, rows and heads. A sequence is a batch that begins at
+            a row."""
+            of_batch, of_row, of_head, _ = strides[name]
+            return of_row if problem.sequences else of_batch, of_row, of_head
+
         maps = {
             **{
-                member: tensor_map(name, problem, strides[name], rows[name])
+                member: tensor_map(name, problem, strides[name], rows[name], from_begins=True)
                 for member, name in _LOADED.items()
             },
             **{
-                member: tensor_map(name, problem, strides[name], WARP_ROWS, pieces=1)
+                member: tensor_map(
+                    name, problem, strides[name], WARP_ROWS, pieces=1, from_begins=True
+                )
                 for member, name in _STORED.items()
             },
         }
         scale = problem.softcap or problem.softmax_scale
         values: dict[str, tuple[float, ...]] = {
-            "dO_strides": strides["do"][:3],
-            "O_strides": strides["o"][:3],
+            "dO_strides": of_tensor("do"),
+            "O_strides": of_tensor("o"),
             "len_q": (problem.len_q,),
             "len_k": (problem.len_k,),
             "heads": (problem.heads,),
@@ -359,6 +390,9 @@ class BackwardKernelConfig(Config):
             }
         pointers = {"dO_gmem": "do", "O_gmem": "o", "lse": "lse"}
         pointers |= {name: name for name in self.floats_per_query}
+        if problem.sequences:
+            pointers |= {name: name for name in SEQUENCES}
+            values["n_sequences"] = (problem.sequences,)
         q_tiles = self._q_tiles(problem)
         k_tiles = self._k_tiles(problem)
         buffers = {
@@ -368,7 +402,7 @@ class BackwardKernelConfig(Config):
         n_blocks = k_tiles
         if self.is_persistent(GRADIENTS):
             n_blocks = min(k_tiles, device.sms)
-            values |= {f"{name}_strides": strides[name.lower()][:3] for name in ("dQ", "dK", "dV")}
+            values |= {f"{name}_strides": of_tensor(name.lower()) for name in ("dQ", "dK", "dV")}
             values |= {"tiles": (k_tiles,)} | self._order(problem, device)
             pointers |= {f"{name}_gmem": name.lower() for name in ("dQ", "dK", "dV")}
             pointers[NEXT_TILE] = NEXT_TILE
@@ -438,6 +472,7 @@ BACKWARD = Family(
             "window": False,
             "softcap": False,
             "in_turn": False,
+            "varlen": False,
         }
     ),
     entries=(
@@ -532,6 +567,13 @@ BACKWARD = Family(
             "softcap: the logits are limited by tanh, whose derivative is a factor of dS",
             _file(15),
             opens={"softcap": (False,)},
+            traits=frozenset({UNMEASURED}),
+        ),
+        StepEntry(
+            "variable_lengths",
+            "variable lengths: blocks end with their sequence, which a tile finds by a search",
+            _file(16),
+            opens={"varlen": (False,)},
             traits=frozenset({UNMEASURED}),
         ),
     ),

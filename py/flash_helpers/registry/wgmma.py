@@ -417,6 +417,8 @@ def tensor_map(
     strides: tuple[int, ...],
     rows: int,
     pieces: int | None = None,
+    *,
+    from_begins: bool = False,
 ) -> TensorMap:
     """Return boxes of some rows of one head, in so many pieces of 128-byte rows, all by default.
     Where the last piece is not whole, a box is one piece of a row that is clipped.
@@ -424,6 +426,8 @@ def tensor_map(
     Sequences of various lengths end as rows of a batch do. The map begins as many rows before the
     tensor as it has, and the next batch a row behind the one before. So in batch e the row behind
     the last is row e of the tensor: a sequence with its end at e has its rows before that.
+    `from_begins`: the map begins with the tensor. So in batch b row 0 is row b of the tensor, and
+    rows before a sequence that begins there are outside.
 
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
@@ -433,7 +437,7 @@ def tensor_map(
     of_batch, of_row, of_head, _ = strides
     before = 0
     if problem.sequences:
-        batch, of_batch, before = length + 1, of_row, length
+        batch, of_batch, before = length + 1, of_row, 0 if from_begins else length
     sizes = (width, length, in_row, heads, batch)
     in_elements = (of_row, PIECE, of_head, of_batch)
     return TensorMap(

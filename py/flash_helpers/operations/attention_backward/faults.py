@@ -10,6 +10,7 @@ from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
+from flash_helpers.operations.attention_forward.supports import VARLEN
 from flash_helpers.ptx import (
     DeadlockError,
     InstructionLimitError,
@@ -116,15 +117,21 @@ FAULTS = {
         "b15", BF16, MAIN_LOOP, r"cvt\.sat\.f32", swap(r"cvt\.sat\.f32\.f32", "mov.f32"),
         quantity="dK", options={"causal": True, "softcap": True}, kernel="gradients_kernel",
     ),
+    "b16: the end of a sequence's keys is read where they begin": Fault(
+        "b16", BF16, MAIN_LOOP, r"ld\.global.*\+4\]", swap(r"\+4\]", "]"), nth(0),
+        quantity="Q", options={"varlen": True}, kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
 def problem_of(config: Any) -> AttentionBackward:
     """Return the problem on which faults of a config show: three blocks of queries and of keys, and
-    where the kernel takes any length, a few more."""
+    where the kernel takes any length, a few more. Not so of sequences, which end with a block: the
+    trace has cells from their first row on."""
     supports = config.supports
     whole = 3 * max(supports.B_r, supports.B_c)
-    length = whole + 3 if not supports.blocks else -(-whole // supports.whole) * supports.whole
+    has_more = not supports.blocks and VARLEN not in supports.abilities
+    length = whole + 3 if has_more else -(-whole // supports.whole) * supports.whole
     return supports.problem(1, 1, length, length)
 
 

@@ -46,7 +46,14 @@ class AttentionBackwardSupports(AttentionSupports):
                 f"softmax_scale {problem.softmax_scale:g} is less than {self.min_scale:g}, and the "
                 f"LSE divided by it would not be finite in {kernel}: multiply q by a part of it"
             )
-        tiles = -(-problem.len_k // self.B_c) * problem.kv_heads * problem.batch
+        per_head = -(-problem.len_k // self.B_c) + problem.sequences
+        if problem.sequences and per_head * self.B_c > self.max_length:
+            return (
+                f"{problem.sequences} sequences with {problem.len_k} keys have {per_head} tiles of "
+                f"{self.B_c} keys, whose rows are over the limit {self.max_length}: split the call "
+                "by sequences"
+            )
+        tiles = per_head * problem.kv_heads * problem.batch
         if tiles > self.max_tiles:
             return (
                 f"batch {problem.batch} with {problem.kv_heads} heads of k has {tiles} tiles of "
