@@ -583,6 +583,6 @@ BACKWARD = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=13_500_000,
-    matrix_budget=24_000_000,
+    matrix_budget=51_000_000,
     also_listed=configs_with_flags,
 )
