@@ -71,28 +71,6 @@ __device__ __forceinline__ void multiply_rows(float (&C_rmem)[1][kTiles][4], uin
     }
 }
 
-// C (16, kTiles * 8) += A (16, kATiles * 8) @ B (kATiles * 8, kTiles * 8), A in fp32 registers: it
-// is rounded here. B is a part of a tile, of whole pieces.
-template <typename Kernels, int kATiles, int kTiles>
-__device__ __forceinline__ void
-multiply_columns(float (&C_rmem)[1][kTiles][4], const float (&A_rmem)[1][kATiles][4],
-                 uint32_t B_smem, const uint32_t (&lane_offset)[4]) {
-    constexpr auto cfg = Kernels::value;
-    constexpr int kColumns = piece_columns(cfg.d_head);
-    uint32_t A_rounded[kATiles / 2][1][4];
-    round_P<cfg.dtype>(A_rounded, A_rmem);
-#pragma unroll
-    for (int k = 0; k < kATiles / 2; ++k) {
-#pragma unroll
-        for (int n = 0; n < kTiles / 2; ++n) {
-            uint32_t B_rmem[4];
-            ldmatrix_x4_trans(B_rmem, fragment_address<kATiles * kMmaN, kColumns>(
-                                          B_smem, lane_offset, k * kMmaK, n));
-            add_product<cfg.dtype>(C_rmem, A_rounded[k], B_rmem, n);
-        }
-    }
-}
-
 // P = 2^(S · scale - lse) in S's place, dS = P (dP - δ) in dP's, of one element.
 template <typename Kernels>
 __device__ __forceinline__ void find_dS(float &S, float &dP, Statistics query,

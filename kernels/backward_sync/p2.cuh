@@ -39,18 +39,21 @@
 
 namespace p2 {
 
-// A (16, d_head): a warp's rows of a tile of kRows. All steps of d_head stay in registers, or the
-// one that was read last.
-template <typename Kernels, int kRows>
+// A (kRowTiles * 16, d_head): a warp's rows of a tile of kRows. All steps of d_head stay in
+// registers, or the one that was read last.
+template <typename Kernels, int kRows, int kRowTiles = 1>
 struct OwnRows {
     static constexpr int kSteps = Kernels::value.d_head / kMmaK;
     static constexpr int kHeld = Kernels::value.holds_rows() ? kSteps : 1;
-    uint32_t A_smem, A_rmem[kHeld][1][4];
+    uint32_t A_smem, A_rmem[kHeld][kRowTiles][4];
 
     __device__ __forceinline__ void read(const uint32_t (&lane_offset)[4], int k) {
         constexpr int kColumns = piece_columns(Kernels::value.d_head);
-        ldmatrix_x4(A_rmem[k % kHeld][0],
-                    fragment_address<kRows, kColumns>(A_smem, lane_offset, 0, k));
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            ldmatrix_x4(A_rmem[k % kHeld][i],
+                        fragment_address<kRows, kColumns>(A_smem, lane_offset, i * kMmaM, k));
+        }
     }
 
     __device__ __forceinline__ void hold(const uint32_t (&lane_offset)[4]) {
@@ -61,16 +64,17 @@ struct OwnRows {
     }
 };
 
-// S (16, kTiles * 8) += A (16, d_head) @ B (kTiles * 8, d_head)^T, dP += C @ D^T, a step of each in
-// turns. B and D are rows of tiles of B_c.
-template <typename Kernels, int kRows, int kTiles>
+// S (kRowTiles * 16, kTiles * 8) += A (kRowTiles * 16, d_head) @ B (kTiles * 8, d_head)^T, and
+// dP += C @ D^T, a step of each in turns. B and D are rows of tiles of B_c.
+template <typename Kernels, int kRows, int kRowTiles, int kTiles>
 __device__ __forceinline__ void
-multiply_rows(float (&S_rmem)[1][kTiles][4], float (&dP_rmem)[1][kTiles][4],
-              OwnRows<Kernels, kRows> &A, OwnRows<Kernels, kRows> &C, uint32_t B_smem,
-              uint32_t D_smem, const uint32_t (&lane_offset)[4],
+multiply_rows(float (&S_rmem)[kRowTiles][kTiles][4], float (&dP_rmem)[kRowTiles][kTiles][4],
+              OwnRows<Kernels, kRows, kRowTiles> &A, OwnRows<Kernels, kRows, kRowTiles> &C,
+              uint32_t B_smem, uint32_t D_smem, const uint32_t (&lane_offset)[4],
               const uint32_t (&B_lane_offset)[4]) {
     constexpr auto cfg = Kernels::value;
-    constexpr int kColumns = piece_columns(cfg.d_head), kHeld = OwnRows<Kernels, kRows>::kHeld;
+    constexpr int kColumns = piece_columns(cfg.d_head);
+    constexpr int kHeld = OwnRows<Kernels, kRows, kRowTiles>::kHeld;
 #pragma unroll
     for (int k = 0; k < cfg.d_head / kMmaK; ++k) {
         if constexpr (!cfg.holds_rows()) {
@@ -86,28 +90,6 @@ multiply_rows(float (&S_rmem)[1][kTiles][4], float (&dP_rmem)[1][kTiles][4],
             ldmatrix_x4(D_rmem, D_smem + offset);
             add_product<cfg.dtype>(S_rmem, A.A_rmem[k % kHeld], B_rmem, n);
             add_product<cfg.dtype>(dP_rmem, C.A_rmem[k % kHeld], D_rmem, n);
-        }
-    }
-}
-
-// C (16, kTiles * 8) += A (16, kATiles * 8) @ B (kATiles * 8, kTiles * 8), A in fp32 registers: it
-// is rounded here. B is rows of a tile of B_c, in whole pieces.
-template <typename Kernels, int kATiles, int kTiles>
-__device__ __forceinline__ void
-multiply_columns(float (&C_rmem)[1][kTiles][4], const float (&A_rmem)[1][kATiles][4],
-                 uint32_t B_smem, const uint32_t (&lane_offset)[4]) {
-    constexpr auto cfg = Kernels::value;
-    constexpr int kColumns = piece_columns(cfg.d_head);
-    uint32_t A_rounded[kATiles / 2][1][4];
-    round_P<cfg.dtype>(A_rounded, A_rmem);
-#pragma unroll
-    for (int k = 0; k < kATiles / 2; ++k) {
-#pragma unroll
-        for (int n = 0; n < kTiles / 2; ++n) {
-            uint32_t B_rmem[4];
-            ldmatrix_x4_trans(
-                B_rmem, fragment_address<cfg.B_c, kColumns>(B_smem, lane_offset, k * kMmaK, n));
-            add_product<cfg.dtype>(C_rmem, A_rounded[k], B_rmem, n);
         }
     }
 }

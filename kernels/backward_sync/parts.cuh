@@ -1,13 +1,14 @@
 #pragma once
 // Parts of the backward_sync family's kernels that no step is about: the tile of a thread block,
-// the band of columns that its rows are multiplied with, stores of fragments, and the statistics of
-// queries.
+// the band of columns that its rows are multiplied with, a product with fragments, stores of these,
+// and the statistics of queries.
 //
 // A thread block has a tile of rows and walks blocks of columns: in dq_kernel rows are queries and
 // columns are keys, in dkdv_kernel rows are keys and columns are queries.
 
 #include "elements.cuh"
 #include "kernels/backward_sync/arguments.cuh"
+#include "ldmatrix.cuh"
 #include "memory.cuh"
 #include "mma.cuh"
 #include "mma_tiles.cuh"
@@ -67,45 +68,78 @@ __device__ __forceinline__ Band keys_of_query(const BackwardSyncKernelArgs &args
                                                                        : kNone};
 }
 
-// Elements of P and dS, 16 rows of a warp from `row` on and the columns from `column` on, become 0
+// Elements of P and dS, the rows of a warp from `row` on and the columns from `column` on, become 0
 // where a row does not meet the column. A lane has columns 2t and 2t + 1 of every eight, of rows g
-// and g + 8.
-template <int kTiles>
-__device__ __forceinline__ void hide(float (&P_rmem)[1][kTiles][4], float (&dS_rmem)[1][kTiles][4],
-                                     Band band, int n_columns, int row, int column) {
+// and g + 8 of every 16.
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void hide(float (&P_rmem)[kRowTiles][kTiles][4],
+                                     float (&dS_rmem)[kRowTiles][kTiles][4], Band band,
+                                     int n_columns, int row, int column) {
     row += threadIdx.x % 32 / 4;
     column += threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2 * kRowTiles; ++half) {
         const int first = row + half * 8 + band.first - column;
         const int end = min(row + half * 8 + band.last + 1, n_columns) - column;
 #pragma unroll
         for (int n = 0; n < kTiles * 2; ++n) {
-            const int offset = n / 2 * kMmaN + n % 2;
+            const int offset = n / 2 * kMmaN + n % 2, i = half % 2 * 2 + n % 2;
             const bool visible = offset >= first && offset < end;
-            float &P = P_rmem[0][n / 2][half * 2 + n % 2],
-                  &dS = dS_rmem[0][n / 2][half * 2 + n % 2];
+            float &P = P_rmem[half / 2][n / 2][i], &dS = dS_rmem[half / 2][n / 2][i];
             P = visible ? P : 0;
             dS = visible ? dS : 0;
         }
     }
 }
 
-// X = C · factor, registers → global: the first n_rows of a warp's 16 rows; X_gmem points to the
-// first element.
-template <DType kDType, int kTiles>
+// C (kRowTiles * 16, kTiles * 8) += A (kRowTiles * 16, kSteps * 16) @ B (kSteps * 16, kTiles * 8).
+// B is rows of a tile of B_c, in whole pieces.
+template <typename Kernels, int kSteps, int kRowTiles, int kTiles>
+__device__ __forceinline__ void multiply_columns(float (&C_rmem)[kRowTiles][kTiles][4],
+                                                 const uint32_t (&A_rmem)[kSteps][kRowTiles][4],
+                                                 uint32_t B_smem,
+                                                 const uint32_t (&lane_offset)[4]) {
+    constexpr auto cfg = Kernels::value;
+    constexpr int kColumns = piece_columns(cfg.d_head);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int n = 0; n < kTiles / 2; ++n) {
+            uint32_t B_rmem[4];
+            ldmatrix_x4_trans(
+                B_rmem, fragment_address<cfg.B_c, kColumns>(B_smem, lane_offset, k * kMmaK, n));
+            add_product<cfg.dtype>(C_rmem, A_rmem[k], B_rmem, n);
+        }
+    }
+}
+
+// The same of A in fp32, which is rounded here.
+template <typename Kernels, int kRowTiles, int kATiles, int kTiles>
+__device__ __forceinline__ void multiply_columns(float (&C_rmem)[kRowTiles][kTiles][4],
+                                                 const float (&A_rmem)[kRowTiles][kATiles][4],
+                                                 uint32_t B_smem,
+                                                 const uint32_t (&lane_offset)[4]) {
+    uint32_t A_rounded[kATiles / 2][kRowTiles][4];
+    round_P<Kernels::value.dtype>(A_rounded, A_rmem);
+    multiply_columns<Kernels>(C_rmem, A_rounded, B_smem, lane_offset);
+}
+
+// X = C · factor, registers → global: the first n_rows of a warp's rows; X_gmem points to the first
+// element.
+template <DType kDType, int kRowTiles, int kTiles>
 __device__ __forceinline__ void store_rows(Element *X_gmem, int64_t row_stride, int n_rows,
-                                           const float (&C_rmem)[1][kTiles][4], float factor) {
+                                           const float (&C_rmem)[kRowTiles][kTiles][4],
+                                           float factor) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2 * kRowTiles; ++half) {
         const int row = half * 8 + lane / 4;
         if (row < n_rows) {
             uint32_t *row_gmem =
                 reinterpret_cast<uint32_t *>(X_gmem + row * row_stride + lane % 4 * 2);
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-                const float *C = &C_rmem[0][n][half * 2];
+                const float *C = &C_rmem[half / 2][n][half % 2 * 2];
                 row_gmem[n * kMmaN / 2] = pack<kDType>(C[0] * factor, C[1] * factor);
             }
         }
@@ -120,13 +154,16 @@ __device__ __forceinline__ Statistics *statistics_of(const BackwardSyncKernelArg
 
 constexpr int kDeltaThreads = 128;
 
-// Writes the statistics of queries, by thread blocks of kDeltaThreads. A row has 16 bytes per lane,
-// and its lanes are a power of two.
+// Lanes that share a row of dO and O: each has 16 bytes, and they are a power of two.
+__device__ constexpr int delta_lanes(int d_head) {
+    return d_head <= 8 * kChunk ? 8 : d_head <= 16 * kChunk ? 16 : 32;
+}
+
+// Writes the statistics of queries, by thread blocks of kDeltaThreads.
 template <typename Kernels>
 __device__ __forceinline__ void write_statistics(const BackwardSyncKernelArgs &args) {
     constexpr auto cfg = Kernels::value;
-    constexpr int kChunks = cfg.d_head / kChunk;
-    constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+    constexpr int kChunks = cfg.d_head / kChunk, kLanes = delta_lanes(cfg.d_head);
     const int query = blockIdx.x * (kDeltaThreads / kLanes) + threadIdx.x / kLanes;
     const int chunk = threadIdx.x % kLanes;
 
