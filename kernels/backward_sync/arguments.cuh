@@ -31,6 +31,13 @@ struct BackwardSyncKernelConfig {
     // Blocks of its walk that a thread block has in shared memory from p3 on. Two fit where rows
     // are held, since they take the place of the tiles of B_r.
     constexpr int stages() const { return holds_rows() ? 2 : 1; }
+    // From p4 on: warps of a thread block, and those that share the queries of a block of dQ, 32 at
+    // most each. The others share its columns: 32 each, or 48 at d_head 96, and 64 at 256.
+    constexpr int warps() const { return row_warps() * column_warps(); }
+    constexpr int query_warps() const {
+        const int usual = d_head <= 96 ? warps() / 2 : warps() / 4;
+        return usual * 32 > B_c ? usual : B_c / 32;
+    }
     friend auto operator<=>(const BackwardSyncKernelConfig &,
                             const BackwardSyncKernelConfig &) = default;
 };
@@ -58,4 +65,8 @@ struct BackwardSyncKernelArgs {
     int window_left, window_right; // keys beside its own that a query sees
     const int *cu_seqlens_q, *cu_seqlens_k; // begins of sequences, and the total; or null
     int n_sequences;
+    // From p4 on: sums of dQ in fp32, sum_rows of each batch and head, in whole blocks of B_c; of
+    // sequences of various lengths number n has the blocks from begin / B_c + n on.
+    float *dQ_sums;
+    int sum_rows, heads;
 };

@@ -1,7 +1,7 @@
 #pragma once
 // Parts of the backward_sync family's kernels that no step is about: the tile of a thread block,
 // the band of columns that its rows are multiplied with, a product with fragments, stores of these,
-// and the statistics of queries.
+// the statistics of queries, and the sums of dQ.
 //
 // A thread block has a tile of rows and walks blocks of columns: in dq_kernel rows are queries and
 // columns are keys, in dkdv_kernel rows are keys and columns are queries.
@@ -21,10 +21,17 @@ __device__ __forceinline__ void cp_async_8(uint32_t dst_smem, const void *src_gm
                  : "memory");
 }
 
+// threadIdx.x, read again each time: a long loop has no registers to keep what follows from it.
+__device__ __forceinline__ unsigned thread_index() {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // A tile in its sequence, which has n_rows and n_columns and begins at row_begin and column_begin
-// of the tensors.
+// of the tensors; and the number of the sequence.
 struct Tile {
-    int first_row, n_rows, n_columns, row_begin, column_begin;
+    int first_row, n_rows, n_columns, row_begin, column_begin, sequence;
 };
 
 // The tile of this thread block. Of sequences of various lengths number n has the thread blocks
@@ -34,7 +41,7 @@ template <typename Kernels, int kRows>
 __device__ __forceinline__ Tile find_tile(const int *row_begins, const int *column_begins,
                                           int n_sequences, int n_rows, int n_columns) {
     if constexpr (!Kernels::value.varlen) {
-        return {int(blockIdx.x) * kRows, n_rows, n_columns, 0, 0};
+        return {int(blockIdx.x) * kRows, n_rows, n_columns, 0, 0, 0};
     }
     int n = 0, end = n_sequences; // the last n whose blocks begin with this one or before it
     while (end - n > 1) {
@@ -47,8 +54,12 @@ __device__ __forceinline__ Tile find_tile(const int *row_begins, const int *colu
     const int number = int(blockIdx.x) - n - row_begin / kRows;
     const int row_end = within(row_begins[n + 1], row_begin, n_rows);
     const int column_end = within(column_begins[n + 1], column_begin, n_columns);
-    return {number < 0 ? n_rows : number * kRows, row_end - row_begin, column_end - column_begin,
-            row_begin, column_begin};
+    return {number < 0 ? n_rows : number * kRows,
+            row_end - row_begin,
+            column_end - column_begin,
+            row_begin,
+            column_begin,
+            n};
 }
 
 // Row r meets the columns from r + first to r + last.
@@ -69,12 +80,12 @@ __device__ __forceinline__ Band keys_of_query(const BackwardSyncKernelArgs &args
 }
 
 // Elements of P and dS, the rows of a warp from `row` on and the columns from `column` on, become 0
-// where a row does not meet the column. A lane has columns 2t and 2t + 1 of every eight, of rows g
-// and g + 8 of every 16.
-template <int kRowTiles, int kTiles>
+// where a row does not meet the column, and with kRowsEnd in rows from n_rows on. A lane has
+// columns 2t and 2t + 1 of every eight, of rows g and g + 8 of every 16.
+template <bool kRowsEnd = false, int kRowTiles, int kTiles>
 __device__ __forceinline__ void hide(float (&P_rmem)[kRowTiles][kTiles][4],
                                      float (&dS_rmem)[kRowTiles][kTiles][4], Band band,
-                                     int n_columns, int row, int column) {
+                                     int n_columns, int row, int column, int n_rows = 0) {
     row += threadIdx.x % 32 / 4;
     column += threadIdx.x % 4 * 2;
 #pragma unroll
@@ -84,7 +95,8 @@ __device__ __forceinline__ void hide(float (&P_rmem)[kRowTiles][kTiles][4],
 #pragma unroll
         for (int n = 0; n < kTiles * 2; ++n) {
             const int offset = n / 2 * kMmaN + n % 2, i = half % 2 * 2 + n % 2;
-            const bool visible = offset >= first && offset < end;
+            const bool visible =
+                offset >= first && offset < end && (!kRowsEnd || row + half * 8 < n_rows);
             float &P = P_rmem[half / 2][n / 2][i], &dS = dS_rmem[half / 2][n / 2][i];
             P = visible ? P : 0;
             dS = visible ? dS : 0;
@@ -146,6 +158,47 @@ __device__ __forceinline__ void store_rows(Element *X_gmem, int64_t row_stride, 
     }
 }
 
+// smem_offset of numbers without a sign, which takes fewer instructions.
+template <int kColumns>
+__device__ __forceinline__ uint32_t smem_offset(unsigned row, unsigned col) {
+    const unsigned chunk = col / kChunk ^ row / (kPiece / kColumns) % (kColumns / kChunk);
+    return (row * kColumns + chunk * kChunk + col % kChunk) * sizeof(Element);
+}
+
+// The address that a lane gives ldmatrix.trans for the 16 x 16 piece at (row, column) of a tile:
+// for B, or with kIsA for A, of which the tile has the transpose. It takes no registers where it is
+// not used, unlike the offsets of set_lane_offsets.
+template <int kRows, int kColumns, bool kIsA = false>
+__device__ __forceinline__ uint32_t transposed_address(uint32_t tile_smem, unsigned lane,
+                                                       unsigned row, unsigned column) {
+    const unsigned lane_row = kIsA ? lane / 16 * 8 + lane % 8 : lane % 16;
+    const unsigned lane_column = column + (kIsA ? lane / 8 % 2 : lane / 16) * kChunk;
+    return tile_smem + piece_offset<kRows, kColumns>(lane_column / kColumns) +
+           smem_offset<kColumns>(lane_row, lane_column % kColumns) +
+           row * kColumns * unsigned(sizeof(Element));
+}
+
+// dS^T (kRowTiles * 16, kSteps * 16): registers → shared, at (row, column) of a tile of B_r rows
+// and B_c columns
+template <typename Kernels, int kSteps, int kRowTiles>
+__device__ __forceinline__ void store_scores(uint32_t dS_smem, int row, int column,
+                                             const uint32_t (&dS_rmem)[kSteps][kRowTiles][4]) {
+    constexpr auto cfg = Kernels::value;
+    constexpr int kColumns = piece_columns(cfg.B_c);
+    const unsigned lane = thread_index() % 32;
+    const uint32_t lane_smem = dS_smem + smem_offset<kColumns>(row + lane / 4, lane % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < kSteps * kRowTiles * 4; ++i) {
+        const int k = i / 4 / kRowTiles, row_tile = i / 4 % kRowTiles;
+        const int tile_row = row_tile * kMmaM + i % 2 * 8;
+        const int tile_column = column + k * kMmaK + i / 2 % 2 * 8;
+        store_smem_4((lane_smem ^ tile_column % kColumns * int(sizeof(Element))) +
+                         piece_offset<cfg.B_r, kColumns>(tile_column / kColumns) +
+                         tile_row * kColumns * int(sizeof(Element)),
+                     dS_rmem[k][row_tile][i % 4]);
+    }
+}
+
 // The statistics of all queries of a batch and head; the grid's z is the batch.
 __device__ __forceinline__ Statistics *statistics_of(const BackwardSyncKernelArgs &args, int heads,
                                                      int head) {
@@ -190,4 +243,61 @@ __device__ __forceinline__ void write_statistics(const BackwardSyncKernelArgs &a
         const float lse = args.lse[first + query];
         args.statistics[first + query] = {lse == -INFINITY ? INFINITY : lse * kLog2e, delta};
     }
+}
+
+// The sums of dQ, from p4 on. A warp has some rows and columns of a block of B_c queries, and the
+// accumulators of these lie one after the other: one of all 32 lanes, then the next.
+template <typename Kernels>
+struct SumsOfWarp {
+    static constexpr auto cfg = Kernels::value;
+    static constexpr int kRows = cfg.B_c / cfg.query_warps(), kRowTiles = kRows / kMmaM;
+    static constexpr int kColumns = cfg.d_head * cfg.query_warps() / cfg.warps();
+    static constexpr int kTiles = kColumns / kMmaN;
+    static_assert(kRows % kMmaM == 0 && kColumns % kMmaK == 0, "whole pieces of 16 x 16");
+    const unsigned thread = thread_index(), warp = thread / 32, lane = thread % 32;
+    const unsigned row = warp % cfg.query_warps() * kRows;
+    const unsigned column = warp / cfg.query_warps() * kColumns;
+    float *sums_gmem;
+
+    // of the block that begins with `query` in the sums of a head
+    __device__ __forceinline__ SumsOfWarp(const BackwardSyncKernelArgs &args, int head, int query) {
+        const int64_t first = (int64_t(blockIdx.z) * args.heads + head) * args.sum_rows + query;
+        sums_gmem = args.dQ_sums + first * cfg.d_head + warp * (kRows * kColumns) + lane;
+    }
+
+    __device__ __forceinline__ float *accumulator(int row_tile, int n, int i) const {
+        return sums_gmem + ((row_tile * kTiles + n) * 4 + i) * 32;
+    }
+};
+
+// Clears the sums of the rows of a thread block of delta_kernel.
+template <typename Kernels>
+__device__ __forceinline__ void clear_sums(const BackwardSyncKernelArgs &args) {
+    constexpr auto cfg = Kernels::value;
+    constexpr int kCount = kDeltaThreads / delta_lanes(cfg.d_head) * cfg.d_head;
+    const int64_t block = (int64_t(blockIdx.z) * args.heads + blockIdx.y) * gridDim.x + blockIdx.x;
+    for (int i = threadIdx.x * 4; i < kCount; i += kDeltaThreads * 4) {
+        store_gmem_16(args.dQ_sums + block * kCount + i, make_uint4(0, 0, 0, 0));
+    }
+}
+
+// dQ of a thread block's queries: its sums times softmax_scale, rounded.
+template <typename Kernels>
+__device__ __forceinline__ void convert_sums(const BackwardSyncKernelArgs &args) {
+    constexpr auto cfg = Kernels::value;
+    using Sums = SumsOfWarp<Kernels>;
+    const Tile tile = find_tile<Kernels, cfg.B_c>(args.cu_seqlens_q, args.cu_seqlens_k,
+                                                  args.n_sequences, args.len_q, args.len_k);
+    const Sums sums(args, blockIdx.y, blockIdx.x * cfg.B_c);
+    float dQ_rmem[Sums::kRowTiles][Sums::kTiles][4];
+#pragma unroll
+    for (int i = 0; i < Sums::kRowTiles * Sums::kTiles * 4; ++i) {
+        const int row_tile = i / 4 / Sums::kTiles, n = i / 4 % Sums::kTiles;
+        dQ_rmem[row_tile][n][i % 4] = *sums.accumulator(row_tile, n, i % 4);
+    }
+    const int row = tile.first_row + sums.row;
+    Element *dQ_gmem = head_gmem(args.dQ, args.dQ_strides) +
+                       (tile.row_begin + row) * args.dQ_strides.row + sums.column;
+    store_rows<cfg.dtype>(dQ_gmem, args.dQ_strides.row, tile.n_rows - row, dQ_rmem,
+                          args.softmax_scale);
 }

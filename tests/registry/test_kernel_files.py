@@ -41,7 +41,7 @@ def without(kernel: str, lines: list[str]) -> list[str]:
     """The code without a kernel, which it must have."""
     text = "\n".join(lines)
     found = re.search(
-        rf"^template <typename Config>\n__global__ [^{{]*\b{kernel}\(.*?^}}$",
+        rf"^template <typename \w+>\n__global__ [^{{]*\b{kernel}\(.*?^}}$",
         text,
         re.DOTALL | re.MULTILINE,
     )

@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import Family, Step, StepEntry
+from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, Step, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -64,14 +64,22 @@ FLAGS = ("causal", "window", "softcap", "varlen")  # of a config, for which kern
 
 STATISTICS = "statistics"  # a buffer: of each query the scaled LSE and delta, float32
 STATISTICS_BYTES = 8
+DQ_SUMS = "dQ_sums"  # another, of steps with one kernel: of each query the sums of dQ, float32
 # Sums of two lengths and a bound of the window are an int.
 MAX_ROWS = MAX_LENGTH // 4
 DELTA_THREADS = 128
 WIDE_HEAD = 128  # of wider heads two warps share 16 rows of dK and dV
-RING = "ring"  # a trait: a block is copied while another is multiplied
+# Traits of steps.
+RING = "ring"  # a block is copied while another is multiplied
+ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory for dQ alone
+DS_SLOTS = 2  # of that dS
 
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
-_WRITTEN = {DQ: frozenset({"dq"}), DKDV: frozenset({"dk", "dv"})}
+GRADIENTS_KERNEL, CONVERT = "gradients_kernel", "convert_kernel"
+_WRITTEN = {
+    **dict.fromkeys((DQ, CONVERT), frozenset({"dq"})),
+    DKDV: frozenset({"dk", "dv"}),
+}
 _POINTERS = {"dO": "do", **{name: name.lower() for name in "QKVO"}}
 _GRADIENTS = {f"d{of.upper()}": name for name, of in GRADIENTS.items()}
 
@@ -87,6 +95,8 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("window_left", "window_right"), INT),
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), POINTER),
             "n_sequences": INT,
+            DQ_SUMS: POINTER,
+            **dict.fromkeys(("sum_rows", "heads"), INT),
         }
     ),
 )
@@ -124,19 +134,32 @@ class BackwardSyncKernelConfig(Config):
         return BACKWARD_SYNC
 
     @property
+    def has_one_kernel(self) -> bool:
+        """Whether a kernel finds dQ, dK and dV together."""
+        return ONE_KERNEL in self.step.traits
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """delta_kernel and two others."""
+        if self.has_one_kernel:
+            return DELTA, GRADIENTS_KERNEL, CONVERT
+        return DELTA, DQ, DKDV
+
+    @property
     def main_kernel(self) -> str:
-        """dkdv_kernel: four of the seven products."""
-        return DKDV
+        """The kernel of all five products, or dkdv_kernel: four of the seven products."""
+        return GRADIENTS_KERNEL if self.has_one_kernel else DKDV
 
     @property
     def n_threads(self) -> int:
-        """Threads of one block of dkdv_kernel, the most of all kernels."""
-        return self.block(DKDV)[0]
+        """Threads of one block of the main kernel, the most of all kernels."""
+        return self.block(self.main_kernel)[0]
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block of dkdv_kernel in bytes, the most of all kernels."""
-        return self.block(DKDV)[1]
+        """Dynamic shared memory of one block of the main kernel in bytes, the most of all
+        kernels."""
+        return self.block(self.main_kernel)[1]
 
     @property
     def delta_rows(self) -> int:
@@ -151,11 +174,19 @@ class BackwardSyncKernelConfig(Config):
             return DELTA_THREADS, 0
         own, block = (2 * rows * self.d_head * ELEMENT_BYTES for rows in (self.B_r, self.B_c))
         warps = self.B_r // MMA_M
-        if kernel == DKDV:
+        if kernel != DQ:
             block += self.B_c * STATISTICS_BYTES
             warps *= 2 if self.d_head > WIDE_HEAD else 1
         has_ring = RING in self.step.traits and self.d_head <= WIDE_HEAD
-        return warps * gpu.WARP, max(own, 2 * block) if has_ring else own + block
+        if kernel == CONVERT:
+            return warps * gpu.WARP, 0
+        if kernel == GRADIENTS_KERNEL:  # K has a place of its own
+            own //= 2
+            kept = own + DS_SLOTS * self.B_r * self.B_c * ELEMENT_BYTES
+        else:
+            kept = 0
+        walked = max(own, 2 * block) if has_ring else own + block
+        return warps * gpu.WARP, kept + walked
 
     def tiles(self, kernel: str) -> tuple[int, int]:
         """Return the rows of a thread block of a kernel that multiplies, and the rows of the blocks
@@ -170,7 +201,7 @@ class BackwardSyncKernelConfig(Config):
     def of_size(self, d_head: int) -> BackwardSyncKernelConfig:
         """Return the config of the same step, dtype and flags with the usual tile of a head
         size."""
-        return self.replace(d_head=d_head, **TILES[d_head])
+        return self.replace(d_head=d_head, **tile_of(self.step, d_head))
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
@@ -182,12 +213,19 @@ class BackwardSyncKernelConfig(Config):
         for name, rows in (("B_r", self.B_r), ("B_c", self.B_c)):
             if rows not in (32, 64, 128):
                 raise ValueError(f"{name} {rows} is not 32, 64 or 128: choose one of these")
-        for kernel in (DQ, DKDV):
+        for kernel in self.functions[1:]:
             per_pass = self.block(kernel)[0] * CHUNK_BYTES // self._piece_bytes
             if self.B_c % per_pass or self.B_r % per_pass:
                 raise ValueError(
                     f"B_r {self.B_r} and B_c {self.B_c}: the threads of {kernel} copy {per_pass} "
                     f"rows at once: choose multiples of {per_pass}, or a smaller B_r"
+                )
+        if self.has_one_kernel:
+            rows = self.B_c // self.query_warps
+            if rows < MMA_M:
+                raise ValueError(
+                    f"B_r {self.B_r} and B_c {self.B_c}: a warp has {rows} queries of dQ, and mma "
+                    f"{MMA_M}: choose a smaller B_r, or a larger B_c"
                 )
         most = {target: gpu.LIMITS[int(target)].smem_bytes for target in TARGETS}
         if self.smem_bytes > max(most.values()):
@@ -196,6 +234,13 @@ class BackwardSyncKernelConfig(Config):
                 f"B_r {self.B_r} and B_c {self.B_c} need {self.smem_bytes} bytes of shared memory, "
                 f"over every limit ({limits}): lower B_r or B_c"
             )
+
+    @property
+    def query_warps(self) -> int:
+        """Warps that share the queries of a block of dQ, 32 at most each; the others share its
+        columns."""
+        warps = self.n_threads // gpu.WARP
+        return max(warps // (2 if self.d_head <= 96 else 4), self.B_c // 32)
 
     @property
     def _piece_bytes(self) -> int:
@@ -217,6 +262,7 @@ class BackwardSyncKernelConfig(Config):
             B_r=self.B_r,
             B_c=self.B_c,
             causal=self.causal,
+            deterministic=self.is_deterministic,
             abilities=compiled | {TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE},
             exact=compiled,
         )
@@ -225,13 +271,27 @@ class BackwardSyncKernelConfig(Config):
         """Return the tiles of a length: of sequences of various lengths so many at most."""
         return length // rows + sequences if sequences else -(-length // rows)
 
+    def _sum_rows(self, problem: AttentionBackward) -> int:
+        """Return the rows of the sums of dQ of a head, in whole blocks; 0 without sums."""
+        if not self.has_one_kernel:
+            return 0
+        return self.B_c * self._tiles(problem.len_q, self.B_c, problem.sequences)
+
     def _grids(self, problem: AttentionBackward) -> dict[str, tuple[int, int]]:
         """Return the x and y dimensions of each kernel's grid; z is the batch."""
         sequences = problem.sequences
+        keys = (self._tiles(problem.len_k, self.B_r, sequences), problem.kv_heads)
+        if self.has_one_kernel:
+            blocks = self._tiles(problem.len_q, self.B_c, sequences)
+            return {
+                DELTA: (blocks * (self.B_c // self.delta_rows), problem.heads),
+                GRADIENTS_KERNEL: keys,
+                CONVERT: (blocks, problem.heads),
+            }
         return {
             DELTA: (-(-problem.len_q // self.delta_rows), problem.heads),
             DQ: (self._tiles(problem.len_q, self.B_r, sequences), problem.heads),
-            DKDV: (self._tiles(problem.len_k, self.B_r, sequences), problem.kv_heads),
+            DKDV: keys,
         }
 
     def _values(self, problem: AttentionBackward, strides: Strides) -> dict[str, tuple[float, ...]]:
@@ -250,16 +310,22 @@ class BackwardSyncKernelConfig(Config):
             "window_left": (problem.len_k if left is None else left,),
             "window_right": (problem.len_q if right is None else right,),
             "n_sequences": (problem.sequences,),
+            "sum_rows": (self._sum_rows(problem),),
+            "heads": (problem.heads,),
         }
 
     def call(self, problem: AttentionBackward, strides: Strides, device: Device) -> Call:
         """Return the launches of the three kernels in turn; several of each if the batches exceed
         the z dimension of a grid."""
-        names = {**_POINTERS, **_GRADIENTS, "lse": "lse"}
+        names = {**_POINTERS, **_GRADIENTS, "lse": "lse", STATISTICS: STATISTICS}
         if problem.sequences:
             names |= {name: name for name in ("cu_seqlens_q", "cu_seqlens_k")}
-        per_batch = problem.heads * problem.len_q * STATISTICS_BYTES
-        batch_bytes = {STATISTICS: per_batch} | {
+        buffers = {STATISTICS: problem.heads * problem.len_q * STATISTICS_BYTES}
+        if self.has_one_kernel:
+            names[DQ_SUMS] = DQ_SUMS
+            sums = problem.heads * self._sum_rows(problem)
+            buffers[DQ_SUMS] = sums * self.d_head * FLOAT.size
+        batch_bytes = buffers | {
             tensor.name: strides[tensor.name][0] * tensor.element.bytes * ("batch" in tensor.axes)
             for tensor in problem.tensors
             if tensor.name in names.values()
@@ -276,22 +342,31 @@ class BackwardSyncKernelConfig(Config):
                 values=values,
                 addresses=tuple(
                     Address(ARGUMENTS.offset(member), name, first * batch_bytes[name])
-                    for member, name in {**names, STATISTICS: STATISTICS}.items()
+                    for member, name in names.items()
                 ),
                 outputs=_WRITTEN.get(kernel, frozenset()),
             )
             for kernel, grid in self._grids(problem).items()
             for first in starts(problem.batch, most)
         )
-        return Call(launches, (Buffer(STATISTICS, problem.batch * per_batch, zeroed=False),))
+        return Call(
+            launches,
+            tuple(
+                Buffer(name, problem.batch * size, zeroed=False) for name, size in buffers.items()
+            ),
+        )
 
     def work(self, problem: AttentionBackward, device: Device) -> float:
-        """Return the scores of queries and keys that dq_kernel and dkdv_kernel compute, in whole
-        tiles, as many on each SM as on the busiest; weighted by their three and four products."""
+        """Return the scores of queries and keys that the kernels compute, in whole tiles, as many
+        on each SM as on the busiest; weighted by the products: three of dq_kernel and four of
+        dkdv_kernel, or five."""
         grids = self._grids(problem)
-        walked = {DQ: problem.len_k, DKDV: problem.len_q * problem.heads // problem.kv_heads}
+        queries = problem.len_q * problem.heads // problem.kv_heads
+        walked = {DQ: problem.len_k, DKDV: queries, GRADIENTS_KERNEL: queries}
         total = 0.0
-        for kernel, products in ((DQ, 3), (DKDV, 4)):
+        for kernel, products in ((DQ, 3), (DKDV, 4), (GRADIENTS_KERNEL, 5)):
+            if kernel not in grids:
+                continue
             tiles = math.prod(grids[kernel]) * problem.batch
             tiles = -(-tiles // device.sms) * device.sms
             blocks = -(-walked[kernel] // self.B_c)
@@ -307,12 +382,12 @@ class BackwardSyncKernelConfig(Config):
 
     @property
     def loop_unit(self) -> tuple[str, int]:
-        """A block of queries of dkdv_kernel, and the tensor instructions per warp for its four
+        """A block of queries of the main kernel, and the tensor instructions per warp for its
         products."""
-        scores = self.B_c // MMA_N * (self.d_head // MMA_K)
-        column_warps = 2 if self.d_head > WIDE_HEAD else 1
-        gradients = self.d_head // column_warps // MMA_N * (self.B_c // MMA_K)
-        return "block of queries", 2 * scores + 2 * gradients
+        warps = self.n_threads // gpu.WARP
+        product = self.B_c * self.B_r * self.d_head // (MMA_M * MMA_N * MMA_K) // warps
+        shared = self.d_head > WIDE_HEAD  # S and dP, by two warps
+        return "block of queries", product * (4 + 2 * shared + self.has_one_kernel)
 
     def loop_runs(self, size: int) -> int:
         """Return the number of blocks of queries."""
@@ -327,6 +402,16 @@ def _tile(B_r: int, B_c: int) -> Mapping[str, int]:
 TILES: Mapping[int, Mapping[str, int]] = MappingProxyType(
     {64: _tile(64, 64), 96: _tile(64, 32), 128: _tile(64, 32), 256: _tile(64, 32)}
 )
+
+# Those of one kernel: at d_head 256 K and V of 64 keys and slots of dS are more than 99 KB.
+_TILES_OF_ONE_KERNEL = MappingProxyType({128: _tile(128, 32), 256: _tile(32, 32)})
+
+
+def tile_of(step: Step, d_head: int) -> Mapping[str, int]:
+    """Return the usual tile of a step for a head size."""
+    own = _TILES_OF_ONE_KERNEL if ONE_KERNEL in step.traits else {}
+    return own.get(d_head, TILES[d_head])
+
 
 # Of the other head sizes these are listed: each once, in every dtype, and flags.
 _LISTED: Mapping[int, tuple[Element, Mapping[str, bool]]] = MappingProxyType(
@@ -402,13 +487,22 @@ BACKWARD_SYNC = Family(
             _file(3),
             traits=frozenset({RING}),
         ),
+        StepEntry(
+            "one_kernel",
+            "dQ, dK and dV in one kernel, which adds dQ in memory: five products instead of seven",
+            _file(4),
+            sets={"B_r": 128},
+            traits=frozenset({ONE_KERNEL, UNORDERED_SUMS, UNMEASURED}),
+        ),
     ),
     targets=TARGETS,
-    kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV), ARGUMENTS)),
+    kernels=MappingProxyType(
+        dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS_KERNEL, CONVERT), ARGUMENTS)
+    ),
     header=PurePosixPath("kernels/backward_sync/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=7_000_000,
-    matrix_budget=24_000_000,
+    simulated_budget=15_000_000,
+    matrix_budget=50_000_000,
     also_listed=listed_variants,
 )

@@ -47,6 +47,10 @@ FAULTS = {
         "p3", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
         "ldmatrix_x4(", kernel="dkdv_kernel",
     ),
+    "p4: dS of the last block is read before the other warps have stored it": Fault(
+        "p4", BF16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError, "ldmatrix_x4_trans(dS_rmem",
+        kernel="gradients_kernel",
+    ),
     "b1: P^T and dS^T are not handed over to the asynchronous proxy": Fault(
         "b1", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError,
         "store_transposed", kernel="dkdv_kernel",

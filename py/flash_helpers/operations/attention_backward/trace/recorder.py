@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -519,8 +519,10 @@ class Recorder:
         of_queries = name == "dQ"
         rows, batch, head = scores.rows, scores.batch, scores.head
         if scores.of_queries != of_queries:
-            first = warp % QUAD * CELL  # of the warp in its warpgroup's tile of 64
-            rows = scores.columns[first : first + CELL]
+            rows = scores.columns
+            if rows.size > CELL:
+                first = warp % QUAD * CELL  # of the warp in its warpgroup's tile of 64
+                rows = rows[first : first + CELL]
         cells = _cells(batch, head, (rows, depth) if of_queries else (depth, rows))
         factor = FACTORS[name]
         copy = self.record.claim(factor, warp, cells)
@@ -537,7 +539,13 @@ class Recorder:
         if a_chunks is None:
             block, warp, line = at
             return self._last(block, warp, self._plan.computed[line])
-        return self._stored.get(int(a_chunks[0, 0]))
+        # ldmatrix.trans gives the matrices of a fragment: 8 columns of the scores each
+        halves = [self._stored.get(int(a_chunks[row, 0])) for row in (0, HALF_TILE)]
+        known = next((half for half in halves if half is not None), None)
+        if known is None or known.columns.size > HALF_TILE:
+            return known
+        columns = [np.full(HALF_TILE, NONE) if half is None else half.columns for half in halves]
+        return replace(known, columns=np.concatenate(columns))
 
     def _mark(self, name: str, cells: Cells, turn: int) -> None:
         turns = self.record.turns.setdefault(name, np.full(self.record.cells, NONE))
