@@ -199,6 +199,47 @@ __device__ __forceinline__ void store_scores(uint32_t dS_smem, int row, int colu
     }
 }
 
+__device__ __forceinline__ void store_smem_16(uint32_t dst_smem, const uint32_t (&value)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst_smem), "r"(value[0]),
+                 "r"(value[1]), "r"(value[2]), "r"(value[3])
+                 : "memory");
+}
+
+// Fragments of X: registers → shared. X_smem: a lane's place in a slot that half of the warps write
+// and the other half read, 16 bytes per lane and fragment.
+template <typename Kernels, int kSteps, int kRowTiles>
+__device__ __forceinline__ void store_fragments(uint32_t X_smem,
+                                                const uint32_t (&X_rmem)[kSteps][kRowTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < kSteps * kRowTiles; ++i) {
+        store_smem_16(X_smem + i * (Kernels::value.warps() / 2 * 32 * 16),
+                      X_rmem[i / kRowTiles][i % kRowTiles]);
+    }
+}
+
+// Waits for the other warp with this place; barrier 0 is that of __syncthreads.
+template <typename Kernels>
+__device__ __forceinline__ void pair_sync() {
+    asm volatile("bar.sync %0, 64;" ::"r"(thread_index() / 32 % (Kernels::value.warps() / 2) + 1)
+                 : "memory");
+}
+
+// Rounded fragments of X: shared → registers, as fp32
+template <typename Kernels, int kRowTiles, int kTiles>
+__device__ __forceinline__ void load_fragments(float (&X_rmem)[kRowTiles][kTiles][4],
+                                               uint32_t X_smem) {
+#pragma unroll
+    for (int i = 0; i < kTiles / 2 * kRowTiles; ++i) {
+        float X[kChunk]; // of two tiles
+        unpack_chunk<Kernels::value.dtype>(
+            X, load_smem_16(X_smem + i * (Kernels::value.warps() / 2 * 32 * 16)));
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+            X_rmem[i % kRowTiles][i / kRowTiles * 2 + j / 4][j % 4] = X[j];
+        }
+    }
+}
+
 // The statistics of all queries of a batch and head; the grid's z is the batch.
 __device__ __forceinline__ Statistics *statistics_of(const BackwardSyncKernelArgs &args, int heads,
                                                      int head) {

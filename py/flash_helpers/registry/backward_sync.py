@@ -73,6 +73,8 @@ WIDE_HEAD = 128  # of wider heads two warps share 16 rows of dK and dV
 RING = "ring"  # a block is copied while another is multiplied
 ONE_KERNEL = "one_kernel"  # for dQ, dK and dV: dS passes through shared memory for dQ alone
 DS_SLOTS = 2  # of that dS
+ROLES = "roles"  # a warp multiplies for dV or for dK
+P_SLOTS = 2  # of P, which passes from the one to the other
 
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
 GRADIENTS_KERNEL, CONVERT = "gradients_kernel", "convert_kernel"
@@ -183,6 +185,9 @@ class BackwardSyncKernelConfig(Config):
         if kernel == GRADIENTS_KERNEL:  # K has a place of its own
             own //= 2
             kept = own + DS_SLOTS * self.B_r * self.B_c * ELEMENT_BYTES
+            if ROLES in self.step.traits:
+                part = self.B_c if self.d_head > WIDE_HEAD else MMA_K
+                kept += P_SLOTS * self.B_r * part * ELEMENT_BYTES
         else:
             kept = 0
         walked = max(own, 2 * block) if has_ring else own + block
@@ -386,7 +391,7 @@ class BackwardSyncKernelConfig(Config):
         products."""
         warps = self.n_threads // gpu.WARP
         product = self.B_c * self.B_r * self.d_head // (MMA_M * MMA_N * MMA_K) // warps
-        shared = self.d_head > WIDE_HEAD  # S and dP, by two warps
+        shared = self.d_head > WIDE_HEAD and ROLES not in self.step.traits  # S and dP, by two warps
         return "block of queries", product * (4 + 2 * shared + self.has_one_kernel)
 
     def loop_runs(self, size: int) -> int:
@@ -493,6 +498,12 @@ BACKWARD_SYNC = Family(
             _file(4),
             sets={"B_r": 128},
             traits=frozenset({ONE_KERNEL, UNORDERED_SUMS, UNMEASURED}),
+        ),
+        StepEntry(
+            "roles",
+            "a warp multiplies for dV or for dK, of twice as many keys",
+            _file(5),
+            traits=frozenset({ROLES, UNMEASURED}),
         ),
     ),
     targets=TARGETS,

@@ -51,6 +51,10 @@ FAULTS = {
         "p4", BF16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError, "ldmatrix_x4_trans(dS_rmem",
         kernel="gradients_kernel",
     ),
+    "p5: P is read before the warp with the same keys has stored it": Fault(
+        "p5", BF16, MAIN_LOOP, r"bar\.sync .*, 64;", drop, None, RaceError, "load_smem_16(",
+        kernel="gradients_kernel",
+    ),
     "b1: P^T and dS^T are not handed over to the asynchronous proxy": Fault(
         "b1", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError,
         "store_transposed", kernel="dkdv_kernel",
