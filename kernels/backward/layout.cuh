@@ -15,6 +15,8 @@ struct Layout {
     static constexpr BackwardKernelConfig cfg = Config::value;
     static constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kConsumers = B_c / kWgmmaM;
     static constexpr uint32_t kScoreBytes = kConsumers * piece_bytes(B_r);
+    static constexpr uint32_t kQueryBytes = kTileBytes<B_r, cfg.d_head>; // of a tile of Q or dO
+    static constexpr uint32_t kKeyBytes = kTileBytes<B_c, cfg.d_head>; // of a tile of K or V
     static constexpr int kTilePlace = cfg.varlen ? 2 * kPlaceBytes : kPlaceBytes; // of a tile
     uint32_t K_smem; // (kTileSlots, B_c, d_head)
     uint32_t V_smem; // (B_c, d_head)
@@ -25,8 +27,8 @@ struct Layout {
     uint32_t V_full, K_full, K_empty, full, empty, dS_full, dS_empty;
 
     __device__ __forceinline__ explicit Layout(uint32_t smem)
-        : K_smem(smem), V_smem(K_smem + kTileSlots * kTileBytes<B_c>),
-          QdO_smem(V_smem + kTileBytes<B_c>), dS_smem(QdO_smem + cfg.slots * 2 * kTileBytes<B_r>),
+        : K_smem(smem), V_smem(K_smem + kTileSlots * kKeyBytes), QdO_smem(V_smem + kKeyBytes),
+          dS_smem(QdO_smem + cfg.slots * 2 * kQueryBytes),
           statistics_smem(dS_smem + kScoreSlots * kScoreBytes),
           places_smem(statistics_smem + cfg.slots * kStatisticsBytes),
           V_full(places_smem + kTileSlots * kTilePlace), K_full(V_full + kBarrierBytes),

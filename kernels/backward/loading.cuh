@@ -65,22 +65,24 @@ __device__ __forceinline__ void release(Ring<kSlots> &ring, uint32_t empty, int 
     ring.advance();
 }
 
-// Passes on the next block of queries for a warp: it reads none of it, and its dS is 0.
+// Passes on the next `count` blocks of queries for a warp: it reads none of them, and its dS is 0.
 template <int B_r, uint32_t kScoreBytes, int kSlots, int kScoreSlots>
-__device__ __forceinline__ void pass_on(Ring<kSlots> &next, uint32_t full, uint32_t empty,
-                                        Ring<kScoreSlots> &dS_ring, uint32_t dS_full,
-                                        uint32_t dS_empty, uint32_t dS_own_smem, int warp_row) {
-    barrier_wait(next.barrier(full), next.lap); // or a warp may arrive twice in a lap
-    barrier_wait(dS_ring.barrier(dS_empty), dS_ring.lap ^ 1);
+__device__ __forceinline__ void
+pass_on(Ring<kSlots> &next, uint32_t full, uint32_t empty, Ring<kScoreSlots> &dS_ring,
+        uint32_t dS_full, uint32_t dS_empty, uint32_t dS_own_smem, int warp_row, int count = 1) {
+    do {
+        barrier_wait(next.barrier(full), next.lap); // or a warp may arrive twice in a lap
+        barrier_wait(dS_ring.barrier(dS_empty), dS_ring.lap ^ 1);
 #pragma unroll
-    for (int k = 0; k < B_r / kWgmmaK; ++k) {
-        store_transposed<B_r>(dS_own_smem + dS_ring.slot * kScoreBytes, warp_row % kWgmmaM, k,
-                              {0, 0, 0, 0});
-    }
-    fence_async_proxy();
-    __syncwarp(); // one lane arrives for what all lanes have written
-    release(dS_ring, dS_full, threadIdx.x % 32);
-    release(next, empty, threadIdx.x % 32);
+        for (int k = 0; k < B_r / kWgmmaK; ++k) {
+            store_transposed<B_r>(dS_own_smem + dS_ring.slot * kScoreBytes, warp_row % kWgmmaM, k,
+                                  {0, 0, 0, 0});
+        }
+        fence_async_proxy();
+        __syncwarp(); // one lane arrives for what all lanes have written
+        release(dS_ring, dS_full, threadIdx.x % 32);
+        release(next, empty, threadIdx.x % 32);
+    } while (--count > 0);
 }
 
 // The loads of one thread for tiles of keys and the blocks of queries that see them, in the order
@@ -110,16 +112,17 @@ struct Loader {
         // K of the tile behind the present one has a slot, but not that of a third.
         if (left == 0 && (next_tile.slot != tile.slot || next_tile.lap == tile.lap)) {
             place = place_of_keys<B_c, cfg.causal, cfg.in_turn>(args, taken);
-            load_with_place<kTileBytes<B_c>>(next_tile, smem.K_full, smem.K_empty, smem.K_smem,
-                                             args.K, smem.places_smem, place);
+            load_with_place<Layout<Config>::kKeyBytes>(
+                next_tile, smem.K_full, smem.K_empty, smem.K_smem, args.K, smem.places_smem, place);
             queries = first_block();
             left = place.row < 0 ? 0 : (end_row() - queries.row) / B_r * args.heads_per_kv;
         }
         if (left > 0) {
             const int64_t row = row_index(args, queries, blocks.rows);
             const TilePlace Q_place = {queries.row - blocks.before, queries.head, queries.batch};
-            load_pair<kTileBytes<B_r>>(ring, smem.full, smem.empty, smem.QdO_smem, args.Q, args.dO,
-                                       Q_place, smem.statistics_smem, args.statistics + 2 * row);
+            load_pair<Layout<Config>::kQueryBytes>(ring, smem.full, smem.empty, smem.QdO_smem,
+                                                   args.Q, args.dO, Q_place, smem.statistics_smem,
+                                                   args.statistics + 2 * row);
             if ((queries.row += B_r) == end_row()) { // the next head follows
                 queries = {first_block().row, queries.head + 1, queries.batch};
             }
@@ -128,7 +131,7 @@ struct Loader {
             }
         }
         if (V_is_free) {
-            load_tile<kTileBytes<B_c>>(smem.V_smem, args.V, smem.V_full, place);
+            load_tile<Layout<Config>::kKeyBytes>(smem.V_smem, args.V, smem.V_full, place);
         }
     }
 };

@@ -53,17 +53,17 @@ __device__ __forceinline__ void exchange(uint32_t (&packed)[4]) {
 // Rounds 16 rows of a warp, times a factor, to 16 bits, stores them from row place.row on, of rows
 // 0 … length - 1 if there is a length, and makes the accumulators 0 for the next tile. The four
 // lanes that have a row store 64 bytes of it at once.
-template <DType kDType, bool kClips = false>
-__device__ __forceinline__ void
-store_sums(void *tensor, const TensorStrides &strides, TilePlace place, int warp_row,
-           float (&D_rmem)[kDHead / 2], float factor, int length = 0) {
+template <DType kDType, bool kClips = false, int kCount>
+__device__ __forceinline__ void store_sums(void *tensor, const TensorStrides &strides,
+                                           TilePlace place, int warp_row, float (&D_rmem)[kCount],
+                                           float factor, int length = 0) {
     const int lane = threadIdx.x % 32;
     Element *row = static_cast<Element *>(tensor) + place.batch * strides.batch +
                    (place.row + warp_row + lane / 4) * strides.row + place.head * strides.head +
                    lane % 4 * 8;
     scale_rows(D_rmem, {factor, factor});
 #pragma unroll
-    for (int i = 0; i < kDHead / 2; i += 16) {
+    for (int i = 0; i < kCount; i += 16) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32_t packed[4];

@@ -6,12 +6,12 @@
 #include "sm90/tiles.cuh"
 #include "sm90/tma.cuh"
 
-constexpr int kDHead = 128;
+constexpr int kDHead = 128; // of the steps that have one head size
 constexpr int kDPieces = kDHead / kPiece;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
-template <int kRows>
-constexpr uint32_t kTileBytes = kDPieces * piece_bytes(kRows); // a tile (kRows, d_head)
+template <int kRows, int d_head = kDHead>
+constexpr uint32_t kTileBytes = d_head / kPiece * piece_bytes(kRows); // a tile (kRows, d_head)
 
 // The place of kRows of a head's rows, by default of those of the thread block. Blocks of one head
 // are neighbours, so they find the head's other tensors in the L2 cache.

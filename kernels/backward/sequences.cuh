@@ -193,8 +193,8 @@ struct SequenceLoader {
                 place = find();
             }
             store_place(smem.places_smem + next_tile.slot * smem.kTilePlace, place);
-            load_keys<kTileBytes<B_c>>(smem.K_smem + next_tile.slot * kTileBytes<B_c>, args.K,
-                                       next_tile.barrier(smem.K_full), place);
+            load_keys<Layout<Config>::kKeyBytes>(smem.K_smem + next_tile.slot * smem.kKeyBytes,
+                                                 args.K, next_tile.barrier(smem.K_full), place);
             next_tile.advance();
             const Blocks blocks(args, place);
             queries = {blocks.first(place.row) * B_r, place.head * args.heads_per_kv,
@@ -208,8 +208,9 @@ struct SequenceLoader {
             const Blocks blocks(args, place);
             const int64_t row = row_index(args, queries, blocks);
             const TilePlace Q_place = {queries.row - blocks.before, queries.head, queries.batch};
-            load_pair<kTileBytes<B_r>>(ring, smem.full, smem.empty, smem.QdO_smem, args.Q, args.dO,
-                                       Q_place, smem.statistics_smem, args.statistics + 2 * row);
+            load_pair<Layout<Config>::kQueryBytes>(ring, smem.full, smem.empty, smem.QdO_smem,
+                                                   args.Q, args.dO, Q_place, smem.statistics_smem,
+                                                   args.statistics + 2 * row);
             if ((queries.row += B_r) == blocks.end(place.row + B_c - kWgmmaM) * B_r) {
                 queries = {blocks.first(place.row) * B_r, queries.head + 1, queries.batch};
             }
@@ -218,8 +219,8 @@ struct SequenceLoader {
             }
         }
         if (V_is_free) {
-            load_keys<kTileBytes<B_c>>(smem.V_smem, args.V, smem.V_full,
-                                       load_sequence_place(loaded()));
+            load_keys<Layout<Config>::kKeyBytes>(smem.V_smem, args.V, smem.V_full,
+                                                 load_sequence_place(loaded()));
         }
     }
 };
@@ -270,14 +271,15 @@ __device__ __forceinline__ void set_counter(const BackwardKernelArgs &args) {
 }
 
 // As store_statistics.
-template <DType kDType, bool kSoftcap>
+template <DType kDType, bool kSoftcap, int d_head = kDHead>
 __device__ __forceinline__ void store_statistics_of_sequences(const BackwardKernelArgs &args) {
-    const int64_t row = int64_t(blockIdx.x) * kDeltaRows + threadIdx.x / kDeltaLanes;
+    constexpr int kLanes = d_head / 8;
+    const int64_t row = int64_t(blockIdx.x) * kDeltaRowsOf<d_head> + threadIdx.x / kLanes;
     const QueryPlace query = query_place(args, row / kWgmmaM, row % kWgmmaM);
     const bool exists = query.row >= 0 && query.row < query.length; // if not, as Q and dO 0
     const TilePlace place = exists ? TilePlace(query) : TilePlace{0};
-    const float delta = row_delta<kDType>(args, place);
-    if (threadIdx.x % kDeltaLanes == 0) {
+    const float delta = row_delta<kDType, d_head>(args, place);
+    if (threadIdx.x % kLanes == 0) {
         const int64_t lse = int64_t(place.head) * args.len_q + place.batch + place.row;
         float *statistics = args.statistics + row / kWgmmaM * 2 * kWgmmaM + row % kWgmmaM;
         statistics[0] = exists ? -load_lse(args, lse) / (kSoftcap ? 1 : args.scale) : 0;
@@ -286,10 +288,10 @@ __device__ __forceinline__ void store_statistics_of_sequences(const BackwardKern
 }
 
 // As round_sums.
-template <DType kDType>
+template <DType kDType, int d_head = kDHead>
 __device__ __forceinline__ void round_sums_of_sequences(const BackwardKernelArgs &args) {
-    float dQ_rmem[kDHead / 2];
-    load_sums(dQ_rmem, sums_of(args, int64_t(blockIdx.x) * kWgmmaM));
+    float dQ_rmem[d_head / 2];
+    load_sums(dQ_rmem, sums_of<d_head>(args, int64_t(blockIdx.x) * kWgmmaM));
     const QueryPlace query = query_place(args, blockIdx.x, 0);
     store_sums<kDType, true>(args.dQ_gmem, args.dQ_strides, query, threadIdx.x / 32 * kWarpRows,
                              dQ_rmem, args.softmax_scale, query.length);

@@ -9,8 +9,9 @@
 
 // The sums of dQ of the 64 queries from `row` on, for a thread of a warpgroup: its 64 accumulators
 // in groups of 4. The four of neighbouring threads are neighbours, so that a warp has 512 bytes.
+template <int d_head = kDHead>
 __device__ __forceinline__ float4 *sums_of(const BackwardKernelArgs &args, int64_t row) {
-    return reinterpret_cast<float4 *>(args.dQ_sums + row * kDHead) + threadIdx.x % kWarpgroup;
+    return reinterpret_cast<float4 *>(args.dQ_sums + row * d_head) + threadIdx.x % kWarpgroup;
 }
 
 // Clears those of the rows of a thread block of delta_kernel.
@@ -36,9 +37,10 @@ __device__ __forceinline__ void add(float4 *sums, const float (&D)[kCount]) {
 }
 
 // The sums of dQ of a thread block's queries as accumulators.
-__device__ __forceinline__ void load_sums(float (&dQ_rmem)[kDHead / 2], const float4 *sums) {
+template <int kCount>
+__device__ __forceinline__ void load_sums(float (&dQ_rmem)[kCount], const float4 *sums) {
 #pragma unroll
-    for (int i = 0; i < kDHead / 8; ++i) {
+    for (int i = 0; i < kCount / 4; ++i) {
         const float4 four = sums[i * kWarpgroup];
         dQ_rmem[4 * i] = four.x, dQ_rmem[4 * i + 1] = four.y;
         dQ_rmem[4 * i + 2] = four.z, dQ_rmem[4 * i + 3] = four.w;
@@ -58,12 +60,12 @@ __device__ __forceinline__ void convert_sums(const BackwardKernelArgs &args, uin
 
 // Rounds the sums of dQ of a thread block's queries, in padded rows, times softmax_scale, to 16
 // bits and stores them.
-template <DType kDType, bool kCausal>
+template <DType kDType, bool kCausal, int d_head = kDHead>
 __device__ __forceinline__ void round_sums(const BackwardKernelArgs &args) {
     const int rows = padded_rows<kCausal>(args);
     TilePlace place = own_place<kWgmmaM>(rows, args.heads);
-    float dQ_rmem[kDHead / 2];
-    load_sums(dQ_rmem, sums_of(args, row_index(args, place, rows)));
+    float dQ_rmem[d_head / 2];
+    load_sums(dQ_rmem, sums_of<d_head>(args, row_index(args, place, rows)));
     place.row -= rows_before<kCausal>(args); // TMA could not store from a negative row on
     store_sums<kDType, true>(args.dQ_gmem, args.dQ_strides, place, threadIdx.x / 32 * kWarpRows,
                              dQ_rmem, args.softmax_scale, args.len_q);
