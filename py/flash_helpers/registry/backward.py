@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ _WRITTEN = {
     **dict.fromkeys((DQ, CONVERT), frozenset({"dq"})),
     DKDV: frozenset({"dk", "dv"}),
 }
-DELTA_THREADS, DELTA_ROWS = 256, 16  # of a thread block of delta_kernel
+DELTA_THREADS = 256  # of a thread block of delta_kernel, each of which has 8 columns of a row
 
 # Buffers of float32, beside the counter of tiles: delta; sums of dQ; what S and dP of each query
 # begin with.
@@ -165,13 +166,30 @@ class BackwardKernelConfig(Config):
         return BACKWARD
 
     def variants(self) -> tuple[BackwardKernelConfig, ...]:
-        """Return the config, and those with other flags that its step has."""
-        return with_flags(self, (name for name in FLAGS if name in self.step.tunable))
+        """Return the config, those with other flags that its step has, and then those of its other
+        head sizes."""
+        return _variants(self)
+
+    def of_size(self, d_head: int) -> BackwardKernelConfig:
+        """Return the config with another head size and the usual tile of that."""
+        three = d_head == 64 and not self._needs_registers
+        B_c, slots = (192, 4) if three else (128, 3)
+        return self.replace(d_head=d_head, B_c=B_c, slots=slots)
+
+    @property
+    def _needs_registers(self) -> str:
+        """The flags for which the registers of three warpgroups that compute do not suffice."""
+        return " and ".join(name for name in (WINDOW, SOFTCAP, VARLEN) if getattr(self, name))
 
     @property
     def is_deterministic(self) -> bool:
         """As the step's configs are, and if dQ is added in turn."""
         return self.in_turn or super().is_deterministic
+
+    @property
+    def delta_rows(self) -> int:
+        """Queries of a thread block of delta_kernel."""
+        return DELTA_THREADS * CHUNK_BYTES // ELEMENT_BYTES // self.d_head
 
     @property
     def warpgroups(self) -> int:
@@ -250,7 +268,7 @@ class BackwardKernelConfig(Config):
     def rows(self) -> Mapping[str, int]:
         """Rows of a thread block by kernel: queries, or keys of the kernel for dK and dV."""
         keys = dict.fromkeys((DKDV, GRADIENTS), self.B_c)
-        return {DELTA: DELTA_ROWS, DQ: self.warpgroups * self.B_r, CONVERT: self.B_r} | keys
+        return {DELTA: self.delta_rows, DQ: self.warpgroups * self.B_r, CONVERT: self.B_r} | keys
 
     def tiles(self, kernel: str) -> tuple[int, int]:
         """Return the rows of a thread block of a kernel that multiplies, and the rows of the blocks
@@ -279,7 +297,7 @@ class BackwardKernelConfig(Config):
             max_stride=MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
             # a head's queries may take a block more than they fill
-            max_tiles=gpu.MAX_GRID[0] // (self.B_r // DELTA_ROWS) // (2 if any_length else 1),
+            max_tiles=gpu.MAX_GRID[0] // (self.B_r // self.delta_rows) // (2 if any_length else 1),
             max_length=self._max_length,
             B_r=self.B_r,
             B_c=self.B_c,
@@ -292,6 +310,32 @@ class BackwardKernelConfig(Config):
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
+        if "d_head" not in self.step.tunable:
+            return
+        if self.d_head not in HEAD_SIZES:
+            known = " or ".join(map(str, HEAD_SIZES))
+            raise ValueError(f"d_head {self.d_head} is not built: choose {known}")
+        tiles = (128, 192) if self.d_head == 64 else (128,)
+        if self.B_c not in tiles:
+            known = " or ".join(map(str, tiles))
+            raise ValueError(f"B_c {self.B_c} at d_head {self.d_head} is not built: choose {known}")
+        if self.warpgroups > 2 and self._needs_registers:
+            raise ValueError(
+                f"B_c {self.B_c} leaves no registers for {self._needs_registers}: choose 128"
+            )
+        # a warpgroup passes on blocks that only others see, keeps one, and waits for the next
+        least = self.warpgroups + 1
+        if self.slots < least:
+            raise ValueError(
+                f"{self.slots} slots with B_c {self.B_c}: a warpgroup keeps one block of queries, "
+                f"passes on up to {least - 2} and waits for the next: use {least} or more"
+            )
+        limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
+        if self.smem_bytes > limit:
+            raise ValueError(
+                f"B_c {self.B_c} and {self.slots} slots need {self.smem_bytes} bytes of shared "
+                f"memory at d_head {self.d_head}, over the limit {limit}: lower one of them"
+            )
 
     def most_runs(self, problem: AttentionBackward, device: Device) -> int:
         """Return the runs of all blocks that a thread block of the longest kernel takes; one that
@@ -411,7 +455,7 @@ class BackwardKernelConfig(Config):
             pointers |= {TURNS: TURNS}
             buffers |= {TURNS: TURNS_BYTES * q_tiles}  # likewise
         blocks = {
-            DELTA: q_tiles * (self.B_r // DELTA_ROWS),
+            DELTA: q_tiles * (self.B_r // self.delta_rows),
             DQ: q_tiles // self.warpgroups,
             DKDV: k_tiles,
             GRADIENTS: n_blocks,
@@ -438,21 +482,51 @@ class BackwardKernelConfig(Config):
         )
 
 
+HEAD_SIZES = (128, 64)  # of the steps that have several; with 128 columns all flags have one tile
+
+
+@functools.cache  # a choice asks for them at each call
+def _variants(own: BackwardKernelConfig) -> tuple[BackwardKernelConfig, ...]:
+    flags = [name for name in FLAGS if name in own.step.tunable]
+    if "d_head" not in own.step.tunable:
+        return with_flags(own, flags)
+    variants = with_flags(own.of_size(128), flags)
+    sizes = sorted(HEAD_SIZES, key=lambda d_head: d_head != own.d_head)
+    found = (config.of_size(d_head) for d_head in sizes for config in variants)
+    return tuple(dict.fromkeys((own, *found)))
+
+
 def _file(number: int) -> str:
     return f"kernels/backward/b{number}.cuh"
 
 
+# Three warpgroups compute in the first three, two in the others.
+_LISTED_AT_64: tuple[tuple[Element, tuple[str, ...]], ...] = (
+    (Element.BF16, ()),
+    (Element.BF16, ("causal",)),
+    (Element.FP16, ("causal", "in_turn")),
+    (Element.BF16, ("window",)),
+    (Element.FP16, ("causal", "softcap", "varlen")),
+)
+
+
 def configs_with_flags() -> list[BackwardKernelConfig]:
     """Return the configs with one of the flags of their step, and with all of them; of steps with
-    more than two flags the former in bf16 and the latter in fp16."""
+    more than two flags the former in bf16 and the latter in fp16. And of the last step some of head
+    size 64, with each flag somewhere."""
     found = []
     for step in BACKWARD.steps.values():
         n_flags = len([name for name in FLAGS if name in step.tunable])
         for dtype in BACKWARD.dtypes:
             numbers = {1, n_flags} if n_flags < 3 else {1 if dtype is Element.BF16 else n_flags}
             plain, *others = BACKWARD.fixed_config(step, dtype).variants()
-            found += [x for x in others if len(differing_fields(x, plain)) in numbers]
-    return found
+            same_size = (x for x in others if x.d_head == plain.d_head)
+            found += [x for x in same_size if len(differing_fields(x, plain)) in numbers]
+    last = [*BACKWARD.steps.values()][-1]
+    return found + [
+        BACKWARD.fixed_config(last, dtype).replace(**dict.fromkeys(flags, True)).of_size(64)
+        for dtype, flags in _LISTED_AT_64
+    ]
 
 
 BACKWARD = Family(
@@ -576,13 +650,20 @@ BACKWARD = Family(
             opens={"varlen": (False,)},
             traits=frozenset({UNMEASURED}),
         ),
+        StepEntry(
+            "head_sizes",
+            "head sizes: at d_head 64 a third warpgroup computes",
+            _file(17),
+            opens={"d_head": (128,), "B_c": (128,), "slots": (3,)},
+            traits=frozenset({UNMEASURED}),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),
     header=PurePosixPath("kernels/backward/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=13_500_000,
+    simulated_budget=19_000_000,
     matrix_budget=51_000_000,
     also_listed=configs_with_flags,
 )

@@ -82,6 +82,22 @@ def test_a_thread_block_takes_one_tile_after_the_other(config) -> None:
         assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])
 
 
+@pytest.mark.parametrize("keys_of_last_tile", [1, 65, 192])
+def test_a_third_warpgroup_passes_on_blocks_tile_after_tile(keys_of_last_tile) -> None:
+    """Of grouped heads, in an order of completion at random; with and without keys of its own."""
+    config = next(c for c in CONFIGS if getattr(c, "warpgroups", 0) == 3 and c.causal)
+    len_k = config.B_c + keys_of_last_tile
+    problem = replace(config.supports.problem(1, 2, len_k - 30, len_k), kv_heads=1)
+    inputs = draw("normal", problem)
+    right = reference(problem, inputs)
+    tensors = tensors_for(config, problem, inputs)
+    options = problem.call_options()
+    run = run_kernel(config, load_kernels(config), tensors, device=on_sms(1), seed=2, **options)
+    assert run.faults == ()
+    for name in GRADIENTS:
+        assert measure_error(tensors[name], right.expected[name]).within(right.bounds[name])
+
+
 def test_causal_tiles_of_groups_of_heads_come_once_each(monkeypatch) -> None:
     """Of five heads two, one, and the two of the last group."""
     config = next(c for c in CONFIGS if PERSISTENT in c.step.traits and c.supports.causal)
@@ -165,6 +181,32 @@ def test_a_scale_by_which_the_lse_cannot_be_divided_is_refused() -> None:
     smaller = replace(least, softmax_scale=least.softmax_scale / 2)
     assert "would not be finite in b7" in config.refusal(smaller)
     assert "multiply q by a part of it" in config.refusal(smaller)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"d_head": 96}, "d_head 96 is not built: choose 128 or 64"),
+        ({"B_c": 192}, "B_c 192 at d_head 128 is not built: choose 128"),
+        ({"d_head": 64, "B_c": 64}, "B_c 64 at d_head 64 is not built: choose 128 or 192"),
+        ({"d_head": 64, "B_c": 192}, "waits for the next: use 4 or more"),
+        ({"d_head": 64, "B_c": 192, "slots": 4, "softcap": True}, "for softcap: choose 128"),
+        ({"slots": 4}, "over the limit 232448: lower one of them"),
+    ],
+)
+def test_a_tile_for_which_a_kernel_has_no_room_is_refused(changes, reason) -> None:
+    config = backward.BACKWARD.fixed_config(backward.BACKWARD.steps["b17"], Element.BF16)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        config.replace(**changes)
+
+
+def test_every_flag_has_a_tile_of_each_head_size() -> None:
+    config = backward.BACKWARD.fixed_config(backward.BACKWARD.steps["b17"], Element.BF16)
+    wide, narrow = config.variants()[:32], config.variants()[32:]
+    assert {each.d_head for each in wide} == {128} and {each.d_head for each in narrow} == {64}
+    assert [each.of_size(64) for each in wide] == [*narrow]
+    assert narrow[0].variants()[:32] == narrow
+    assert sum(each.warpgroups == 3 for each in narrow) == 4
 
 
 @each((c for c in CONFIGS if not getattr(c, "in_turn", False)), once=True)

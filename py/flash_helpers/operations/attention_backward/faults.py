@@ -129,6 +129,11 @@ FAULTS = {
         "b16", BF16, MAIN_LOOP, r"ld\.global.*\+4\]", swap(r"\+4\]", "]"), nth(0),
         quantity="Q", options={"varlen": True}, kernel="gradients_kernel",
     ),
+    "b17: a slot of Q and dO waits for the bytes of d_head 128": Fault(
+        "b17", BF16, MAIN_LOOP, r"mov\.u32.* 16896;", swap("16896", "33280"), None,
+        DeadlockError, "barrier_wait(next.barrier(full)", options={"d_head": 64},
+        kernel="gradients_kernel",
+    ),
 }  # fmt: skip
 
 
