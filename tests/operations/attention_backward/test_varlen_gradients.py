@@ -31,7 +31,7 @@ def config_of(family: Family, **changes: object) -> Config:
     return last.replace(varlen=True, **changes)
 
 
-CONFIGS = [config_of(BACKWARD_SYNC), config_of(BACKWARD), config_of(BACKWARD, causal=True)]
+CONFIGS = [config_of(BACKWARD_SYNC), config_of(BACKWARD, causal=True)]
 IN_TURN = config_of(BACKWARD, causal=True, in_turn=True)
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.short_form())
 
@@ -54,14 +54,14 @@ def gradients(config: Config, problem: AttentionBackward, inputs: dict[str, torc
     return {name: tensors[name] for name in GRADIENTS}
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, IN_TURN], ids=lambda config: config.short_form())
+@pytest.mark.parametrize(
+    "config",
+    [config_of(BACKWARD_SYNC), config_of(BACKWARD), IN_TURN],
+    ids=lambda config: config.short_form(),
+)
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k"),
-    [
-        ([0, 1, 63, 0, 64, 65, 129], [5, 0, 128, 127, 1, 200, 129]),
-        ([64, 0, 200, 1], [64, 3, 0, 300]),
-        ([0, 0], [0, 0]),
-    ],
+    [([0, 1, 63, 0, 64, 65, 200], [5, 0, 128, 127, 1, 200, 129]), ([0, 0], [0, 0])],
 )
 def test_gradients_are_right_and_rows_of_no_sequence_are_not_written(config, lengths_q, lengths_k):
     begins_q, begins_k = ([*accumulate(each, initial=0)] for each in (lengths_q, lengths_k))
