@@ -41,6 +41,14 @@ def fixed_configs(
     ]
 
 
+# A family begins with steps that were not measured, and calls pass it over.
+MEASURED = [
+    family
+    for family in FAMILIES.values()
+    if any(UNMEASURED not in step.traits for step in family.steps.values())
+]
+
+
 class TestSteps:
     def test_are_the_last_of_each_family_the_newest_first(self):
         assert preferred_steps(OPERATION, H100) == NEWEST
@@ -57,7 +65,7 @@ class TestSteps:
         """So that `deterministic=True` asks for nothing else."""
         assert all(step.is_deterministic for step in preferred_steps(OPERATION, capability))
 
-    @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+    @pytest.mark.parametrize("family", MEASURED, ids=lambda family: family.name)
     def test_are_of_each_family_the_last_and_one_that_gives_the_same_bits(self, family):
         first, *others = family.preferred
         assert family.preferred[-1].is_deterministic

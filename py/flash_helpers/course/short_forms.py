@@ -42,9 +42,11 @@ _MEANINGS: Mapping[str, str] = {
 
 def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:
     """Table of the parts of each family's fixed configs, in order."""
-    rows: dict[str, list[str]] = {}
-    for field, part, meaning in (row for family in FAMILIES.values() for row in _rows(family)):
-        rows.setdefault(field, [f"`{part}`", f"`{field}`", meaning])
+    rows: dict[tuple[str, str], list[str]] = {}
+    for family in FAMILIES.values():
+        for field, part, meaning in _rows(family):
+            of_step = family.name if field == fields(family.config)[0].name else ""
+            rows.setdefault((field, of_step), [f"`{part}`", f"`{field}`", meaning])
     return Table(["part", "field", "says"], list(rows.values()), "lll").markdown()
 
 

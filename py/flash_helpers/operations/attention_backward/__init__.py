@@ -32,7 +32,11 @@ OPERATION = Operation(
     libraries=LIBRARIES,
     short_names={"pytorch_flash": "flash", "pytorch_cudnn": "cuDNN"},
     metric=TFLOPS,
-    families=("backward_sync:BACKWARD_SYNC", "backward:BACKWARD"),
+    families=(
+        "backward_sync:BACKWARD_SYNC",
+        "backward:BACKWARD",
+        "backward_wide:BACKWARD_WIDE",
+    ),
     # as the forward pass: a block of 64 x 64 scores at d_head 128 in 4 ms per two products
     simulated_ns=4.0e6 / (4 * 64 * 64 * 128),
     has_trace=True,
