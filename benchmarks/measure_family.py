@@ -19,6 +19,7 @@ from flash_helpers.console.command_line import make_parser, output_folder, run_t
 from flash_helpers.kernel_configs import FAMILIES, Config, Element
 from flash_helpers.measure.asked import swept_option
 from flash_helpers.registry.family import Family
+from flash_helpers.registry.problem import Problem
 from flash_helpers.tune.winners import load_best
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +104,7 @@ class Kind:
     def is_taken(self, configs: Sequence[Config]) -> bool:
         """Whether each size is taken by one of the configs."""
         return any(configs) and all(
-            any(not config.refusal(config.measured(size)) for config in configs)
+            any(not config.refusal(_of_own_head(config, size)) for config in configs)
             for size in self.sizes or configs[0].family.operation.measured_at
         )
 
@@ -155,6 +156,11 @@ OTHER_KINDS = (
     Kind("dtypes", (), ("--load", "burst"), all_dtypes=True),
     _ALL_STEPS,
 )  # of an operation without its own
+
+
+def _of_own_head(config: Config, size: int) -> Problem:
+    """Return the problem of a size on which a config is measured, with the config's head size."""
+    return replace(config.measured(size), **config.supports.sizes)
 
 
 def is_causal(config: Config) -> bool:

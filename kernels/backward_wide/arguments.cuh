@@ -14,7 +14,10 @@ struct BackwardWideKernelConfig {
     int B_c; // keys of a tile of K and V, 64 for each warpgroup that computes
     int slots; // tiles of each tensor that the loops walk
     bool causal; // a causal mask, aligned to the bottom right
+    bool window; // a query sees keys within a distance
+    bool softcap; // limits the logits by tanh
     bool in_turn; // adds dQ in one order: each call gives the same bits
+    bool varlen; // sequences of various lengths, one after the other
     // fields:end
 
     friend auto operator<=>(const BackwardWideKernelConfig &,

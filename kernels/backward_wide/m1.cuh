@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
         args.turns[blockIdx.x / kSharers] = 0;
     }
     clear_sums(args);
-    store_statistics<Config::value.dtype, Config::value.causal, d_head>(args);
+    store_statistics<Config::value.dtype, Config::value.causal, false, d_head>(args);
 }
 
 template <typename Config>
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kWarpgroups *kWarpgroup, 1)
             take_turn<B_c, cfg.causal, d_head>(args, key, block, sums_of_block, q_rows, shift,
                                                ends);
         };
-        auto add_block = [&](int key, int block) {
+        auto add_block = [&](int key, int block, bool begins, bool is_last) {
             barrier_wait(dS_ring.barrier(dS_full), dS_ring.lap);
             const uint32_t dS = warp_uniform(dS_0 + dS_ring.slot * (kScoreBytes / 16));
 #pragma unroll
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kWarpgroups *kWarpgroup, 1)
                     wgmma<cfg.dtype, true>(dQ_rmem, dS + column_step<B_r>(k), K, k > 0);
                 }
                 wgmma_commit();
-                if (cfg.in_turn && piece == 0) {
+                if (cfg.in_turn && piece == 0 && (begins || block % kTurnBlocks == 0)) {
                     take_turn_at(key, block, sums, false);
                 }
                 wgmma_wait<0>();
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kWarpgroups *kWarpgroup, 1)
                 add(sums, dQ_rmem);
             }
             release(dS_ring, dS_empty, lane);
-            if (cfg.in_turn) {
+            if (cfg.in_turn && ((block + 1) % kTurnBlocks == 0 || is_last)) {
                 take_turn_at(key, block, sums - B_r * d_head / 4, true);
             }
         };
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kWarpgroups *kWarpgroup, 1)
                               q_rows));
 #pragma unroll 1
                 for (int block = unseen; block < blocks; ++block) {
-                    add_block(own.row, block);
+                    add_block(own.row, block, block == unseen, block + 1 == blocks);
                 }
             }
             __syncwarp(); // one lane arrives for what all lanes have read

@@ -94,14 +94,14 @@ BACKWARD_WIDE = Family(
     rank=8,
     config=BackwardWideKernelConfig,
     base=MappingProxyType(
-        {"d_head": 256, "B_r": 64, "B_c": 64, "slots": 2, "causal": False, "in_turn": False}
+        {"d_head": 256, "B_r": 64, "B_c": 64, "slots": 2, **dict.fromkeys(FLAGS, False)}
     ),
     entries=(
         StepEntry(
             "gradient_per_warpgroup",
             "d_head 256: a warpgroup has dV, dK or dQ, instead of some of the keys",
             "kernels/backward_wide/m1.cuh",
-            opens=dict.fromkeys(FLAGS, (False,)),
+            opens={"causal": (False,), "in_turn": (False,)},
             traits=frozenset(
                 {
                     backward.SCORES_IN_REGISTERS,
