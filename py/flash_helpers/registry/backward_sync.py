@@ -264,6 +264,7 @@ class BackwardSyncKernelConfig(Config):
             alignment=CHUNK_BYTES,
             max_row_stride=MAX_ROW_STRIDE,
             max_length=MAX_ROWS,
+            max_tiles=gpu.MAX_GRID[0],
             B_r=self.B_r,
             B_c=self.B_c,
             causal=self.causal,
@@ -276,11 +277,12 @@ class BackwardSyncKernelConfig(Config):
         """Return the tiles of a length: of sequences of various lengths so many at most."""
         return length // rows + sequences if sequences else -(-length // rows)
 
-    def _sum_rows(self, problem: AttentionBackward) -> int:
-        """Return the rows of the sums of dQ of a head, in whole blocks; 0 without sums."""
+    def _sum_tiles(self, problem: AttentionBackward) -> int:
+        """Return the tiles of `B_r` rows, whole blocks, of the sums of dQ of a head; 0 without
+        sums."""
         if not self.has_one_kernel:
             return 0
-        return self.B_c * self._tiles(problem.len_q, self.B_c, problem.sequences)
+        return self._tiles(problem.len_q, self.B_r, problem.sequences)
 
     def _grids(self, problem: AttentionBackward) -> dict[str, tuple[int, int]]:
         """Return the x and y dimensions of each kernel's grid; z is the batch."""
@@ -315,7 +317,7 @@ class BackwardSyncKernelConfig(Config):
             "window_left": (problem.len_k if left is None else left,),
             "window_right": (problem.len_q if right is None else right,),
             "n_sequences": (problem.sequences,),
-            "sum_rows": (self._sum_rows(problem),),
+            "sum_rows": (self.B_r * self._sum_tiles(problem),),
             "heads": (problem.heads,),
         }
 
@@ -326,10 +328,13 @@ class BackwardSyncKernelConfig(Config):
         if problem.sequences:
             names |= {name: name for name in ("cu_seqlens_q", "cu_seqlens_k")}
         buffers = {STATISTICS: problem.heads * problem.len_q * STATISTICS_BYTES}
+        sizes = {name: problem.batch * size for name, size in buffers.items()}
         if self.has_one_kernel:
             names[DQ_SUMS] = DQ_SUMS
-            sums = problem.heads * self._sum_rows(problem)
-            buffers[DQ_SUMS] = sums * self.d_head * FLOAT.size
+            tiles, tile_bytes = self._sum_tiles(problem), self.B_r * self.d_head * FLOAT.size
+            buffers[DQ_SUMS] = tiles * problem.heads * tile_bytes
+            # the tiles of all heads, which are limited, come first
+            sizes[DQ_SUMS] = tiles * problem.heads * problem.batch * tile_bytes
         batch_bytes = buffers | {
             tensor.name: strides[tensor.name][0] * tensor.element.bytes * ("batch" in tensor.axes)
             for tensor in problem.tensors
@@ -356,9 +361,7 @@ class BackwardSyncKernelConfig(Config):
         )
         return Call(
             launches,
-            tuple(
-                Buffer(name, problem.batch * size, zeroed=False) for name, size in buffers.items()
-            ),
+            tuple(Buffer(name, size, zeroed=False) for name, size in sizes.items()),
         )
 
     def work(self, problem: AttentionBackward, device: Device) -> float:
