@@ -65,8 +65,8 @@ struct BackwardSyncKernelArgs {
     int window_left, window_right; // keys beside its own that a query sees
     const int *cu_seqlens_q, *cu_seqlens_k; // begins of sequences, and the total; or null
     int n_sequences;
-    // From p4 on: sums of dQ in fp32, sum_rows of each batch and head, in whole blocks of B_c; of
-    // sequences of various lengths number n has the blocks from begin / B_c + n on.
+    // From p4 on: sums of dQ in fp32, sum_rows of each batch and head, in whole tiles of B_r; of
+    // sequences of various lengths number n has the blocks of B_c from begin / B_c + n on.
     float *dQ_sums;
     int sum_rows, heads;
 };

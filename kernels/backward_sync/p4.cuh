@@ -18,6 +18,8 @@
 // all options spills, and copies and additions are twice as many.
 // Expected: 1.3 times as fast as p3 from length 2048 on, as the cycles of shared memory.
 //
+// benchmark:begin
+// benchmark:end
 // Verdict: not measured yet.
 //
 // Phases of gradients_kernel: as dkdv_kernel of p3; 6 is dQ, and 7 stores dK and dV.

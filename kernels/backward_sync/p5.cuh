@@ -15,6 +15,8 @@
 // adds an error as large as the rounding of dS itself.
 // Expected: 1.3 times as fast as p4 from length 2048 on.
 //
+// benchmark:begin
+// benchmark:end
 // Verdict: not measured yet.
 //
 // Phases of gradients_kernel: as in p4; 3 to 5 are of one half of the warps or of the other.

@@ -316,9 +316,11 @@ template <typename Kernels>
 __device__ __forceinline__ void clear_sums(const BackwardSyncKernelArgs &args) {
     constexpr auto cfg = Kernels::value;
     constexpr int kCount = kDeltaThreads / delta_lanes(cfg.d_head) * cfg.d_head;
-    const int64_t block = (int64_t(blockIdx.z) * args.heads + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64_t head = int64_t(blockIdx.z) * args.heads + blockIdx.y;
+    float *sums_gmem =
+        args.dQ_sums + head * args.sum_rows * cfg.d_head + int64_t(blockIdx.x) * kCount;
     for (int i = threadIdx.x * 4; i < kCount; i += kDeltaThreads * 4) {
-        store_gmem_16(args.dQ_sums + block * kCount + i, make_uint4(0, 0, 0, 0));
+        store_gmem_16(sums_gmem + i, make_uint4(0, 0, 0, 0));
     }
 }
 
