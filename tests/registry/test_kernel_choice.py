@@ -9,6 +9,7 @@ from other_family import OTHER, OtherConfig
 
 from flash_helpers.kernel_configs import (
     FAMILIES,
+    OPERATIONS,
     STEPS,
     AttentionForward,
     Config,
@@ -41,14 +42,6 @@ def fixed_configs(
     ]
 
 
-# A family begins with steps that were not measured, and calls pass it over.
-MEASURED = [
-    family
-    for family in FAMILIES.values()
-    if any(UNMEASURED not in step.traits for step in family.steps.values())
-]
-
-
 class TestSteps:
     def test_are_the_last_of_each_family_the_newest_first(self):
         assert preferred_steps(OPERATION, H100) == NEWEST
@@ -65,16 +58,22 @@ class TestSteps:
         """So that `deterministic=True` asks for nothing else."""
         assert all(step.is_deterministic for step in preferred_steps(OPERATION, capability))
 
-    @pytest.mark.parametrize("family", MEASURED, ids=lambda family: family.name)
+    @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
     def test_are_of_each_family_the_last_and_one_that_gives_the_same_bits(self, family):
         first, *others = family.preferred
-        assert family.preferred[-1].is_deterministic
-        assert others == [] or not first.is_deterministic
+        known = [step for step in family.steps.values() if step.is_deterministic]
+        assert others == ([] if first.is_deterministic else known[-1:])
+
+    @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+    @pytest.mark.parametrize("capability", [A100, H100])
+    def test_of_each_operation_end_with_one_that_gives_the_same_bits(self, operation, capability):
+        assert preferred_steps(operation, capability)[-1].is_deterministic
 
     def test_that_add_in_any_order_stand_before_the_last_that_does_not(self):
-        backward = FAMILIES["backward"]
-        assert preferred_steps(GRADIENTS, H100) == [STEPS["b12"], STEPS["b4"], STEPS["p3"]]
-        assert preferred_steps(GRADIENTS, A100) == [STEPS["p3"]]
+        backward, portable = FAMILIES["backward"], [STEPS["p5"], STEPS["p3"]]
+        assert preferred_steps(GRADIENTS, A100) == portable
+        hopper = [STEPS["m1"], STEPS["b17"], STEPS["b4"]]
+        assert preferred_steps(GRADIENTS, H100) == [*hopper, *portable]
         for step in backward.preferred:
             assert {*backward.dtypes_of(step)} == {Element.FP16, Element.BF16}
 

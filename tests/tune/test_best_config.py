@@ -455,14 +455,17 @@ class TestChoiceOfGradients:
     @pytest.mark.parametrize(
         ("gpu", "capability", "options", "wanted"),
         [
-            (H200, "9.0", {}, ("b12", "b12")),
-            (H200, "9.0", {"kv_heads": 1, "len_k": 512}, ("b12", "b12")),
-            (H200, "9.0", {"softmax_scale": 2.0**-110}, ("b4", "b4")),  # less than b12 takes
-            (H200, "9.0", {"causal": True}, ("b12", "b12")),
-            (H200, "9.0", {"len_k": 200}, ("b12", "b12")),
-            (H200, "9.0", {"window_left": 100}, ("p3", "p3")),
-            (H200, "9.0", {"d_head": 64}, ("p3", "p3")),
-            (A100, "8.0", {}, ("p3", "p3")),
+            (H200, "9.0", {}, ("b17", "b17")),
+            (H200, "9.0", {"kv_heads": 1, "len_k": 512}, ("b17", "b17")),
+            (H200, "9.0", {"softmax_scale": 2.0**-110}, ("b4", "b4")),  # less than b17 takes
+            (H200, "9.0", {"causal": True}, ("b17", "b17")),
+            (H200, "9.0", {"len_k": 200}, ("b17", "b17")),
+            (H200, "9.0", {"window_left": 100}, ("b17", "b17")),
+            (H200, "9.0", {"softcap": 20.0}, ("b17", "b17")),
+            (H200, "9.0", {"d_head": 64}, ("b17", "b17")),
+            (H200, "9.0", {"d_head": 256}, ("m1", "m1")),
+            (H200, "9.0", {"d_head": 256, "softcap": 20.0}, ("p5", "p3")),
+            (A100, "8.0", {}, ("p5", "p3")),
         ],
         ids=str,
     )
@@ -479,7 +482,7 @@ class TestChoiceOfGradients:
     def test_is_no_winner_that_adds_in_any_order_if_the_bits_must_be_the_same(
         self, found, on, tmp_path
     ) -> None:
-        last, earlier = FIXED["b12", Element.BF16], FIXED["b6", Element.BF16]
+        last, earlier = FIXED["b17", Element.BF16], FIXED["b6", Element.BF16]
         found(H200, "9.0")
         path = best_file(tmp_path / "configs", H200)
         winner = dataclasses.replace(entry(last), config=earlier.short_form())
@@ -494,4 +497,5 @@ class TestChoiceOfGradients:
     @pytest.mark.parametrize("deterministic", [False, True])
     def test_on_the_cpu_is_of_the_portable_family(self, found, deterministic) -> None:
         problem = AttentionBackward(1, 2, 256, deterministic=deterministic)
-        assert choose_config(problem, torch.device("cpu")) == FIXED["p3", Element.BF16]
+        step = "p3" if deterministic else "p5"
+        assert choose_config(problem, torch.device("cpu")) == FIXED[step, Element.BF16]

@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
+from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -627,35 +627,31 @@ BACKWARD = Family(
             "programmatic_launches",
             "programmatic launches: a launch begins while the one before it ends",
             _file(13),
-            traits=frozenset({PROGRAMMATIC, UNMEASURED}),
+            traits=frozenset({PROGRAMMATIC}),
         ),
         StepEntry(
             "window",
             "window: blocks of queries that see no key of a tile are never loaded",
             _file(14),
             opens={"window": (False,)},
-            traits=frozenset({UNMEASURED}),
         ),
         StepEntry(
             "softcap",
             "softcap: the logits are limited by tanh, whose derivative is a factor of dS",
             _file(15),
             opens={"softcap": (False,)},
-            traits=frozenset({UNMEASURED}),
         ),
         StepEntry(
             "variable_lengths",
             "variable lengths: blocks end with their sequence, which a tile finds by a search",
             _file(16),
             opens={"varlen": (False,)},
-            traits=frozenset({UNMEASURED}),
         ),
         StepEntry(
             "head_sizes",
             "head sizes: at d_head 64 a third warpgroup computes",
             _file(17),
             opens={"d_head": (128,), "B_c": (128,), "slots": (3,)},
-            traits=frozenset({UNMEASURED}),
         ),
     ),
     targets=(TARGET,),

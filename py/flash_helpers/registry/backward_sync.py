@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, Step, StepEntry
+from flash_helpers.registry.family import UNORDERED_SUMS, Family, Step, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -500,13 +500,13 @@ BACKWARD_SYNC = Family(
             "dQ, dK and dV in one kernel, which adds dQ in memory: five products instead of seven",
             _file(4),
             sets={"B_r": 128},
-            traits=frozenset({ONE_KERNEL, UNORDERED_SUMS, UNMEASURED}),
+            traits=frozenset({ONE_KERNEL, UNORDERED_SUMS}),
         ),
         StepEntry(
             "roles",
             "a warp multiplies for dV or for dK, of twice as many keys",
             _file(5),
-            traits=frozenset({ROLES, UNMEASURED}),
+            traits=frozenset({ROLES}),
         ),
     ),
     targets=TARGETS,

@@ -16,7 +16,7 @@ from flash_helpers.registry import backward
 from flash_helpers.registry.backward import ARGUMENTS, CONVERT, DELTA, FLAGS, GRADIENTS
 from flash_helpers.registry.call import FLOAT
 from flash_helpers.registry.config import number
-from flash_helpers.registry.family import UNMEASURED, UNORDERED_SUMS, Family, StepEntry
+from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.wgmma import (
@@ -113,7 +113,6 @@ BACKWARD_WIDE = Family(
                     PERSISTENT,
                     PROGRAMMATIC,
                     UNORDERED_SUMS,
-                    UNMEASURED,
                 }
             ),
             parent="b13",
