@@ -133,6 +133,7 @@ FAULTS = {
     "b17: a slot of Q and dO waits for the bytes of d_head 128": Fault(
         "b17", BF16, MAIN_LOOP, r"mov\.u32.* 16896;", swap("16896", "33280"), None,
         DeadlockError, "barrier_wait(next.barrier(full)", options={"d_head": 64},
+        kernel="gradients_kernel",
     ),
     "m1: P is read before the warpgroup of dV has stored it": Fault(
         "m1", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
