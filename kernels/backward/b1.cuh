@@ -17,7 +17,8 @@
 //
 // benchmark:begin
 // Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64: 399, 1.28.
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64: 408, 1.30. Cost: 222
+// registers per thread, 80 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: 405 TFLOP/s on an H200 at length 8192, more than twice what was expected, and 28% more
 // than PyTorch's flash backend. One warpgroup waits while the other thread blocks of its SM

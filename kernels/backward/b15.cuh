@@ -16,8 +16,11 @@
 // Expected: without a softcap the TFLOP/s of b14; with one, 20% less.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 565, 1.77. Cost: 168
+// registers per thread, 225 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 as fast as b14 without a softcap. With it not measured yet.
 //
 // Phases of gradients_kernel: as b13; with a softcap 5 begins with dV.
 

