@@ -123,6 +123,6 @@ BACKWARD_WIDE = Family(
     header=PurePosixPath("kernels/backward_wide/arguments.cuh"),
     dtypes=DTYPES,
     simulated_budget=11_000_000,
-    matrix_budget=24_000_000,
+    matrix_budget=4_200_000,
     also_listed=configs_with_flags,
 )
