@@ -116,7 +116,8 @@ def test_of_sequences_of_various_lengths():
     assert not k.grad[:7].any() and not v.grad[:7].any() and not q.grad[9:20].any()
 
 
-FUNCTIONS = ("delta_kernel", "dq_kernel", "dkdv_kernel")
+ONE_KERNEL = ("delta_kernel", "gradients_kernel", "convert_kernel")
+TWO_KERNELS = ("delta_kernel", "dq_kernel", "dkdv_kernel")
 GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded": lambda do: do[:, :1, :1, :1].expand(do.shape),
     "transposed": lambda do: do.transpose(1, 3).contiguous().transpose(1, 3),
@@ -156,8 +157,9 @@ def test_of_one_input_alone(name):
     assert_right({f"d{name}": leaves[name].grad}, expected(do, *leaves.values()))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("asked", ["q", "k", "kv", "qv"])
-def test_launches_of_what_nobody_asks_for_are_left_out(asked, monkeypatch):
+def test_launches_of_what_nobody_asks_for_are_left_out(asked, deterministic, monkeypatch):
     launched = []
     launch = Kernel.launch
 
@@ -167,15 +169,16 @@ def test_launches_of_what_nobody_asks_for_are_left_out(asked, monkeypatch):
 
     leaves = dict(zip("qkv", drawn(EQUAL, EQUAL, EQUAL), strict=True))
     given = {n: x if n in asked else x.detach() for n, x in leaves.items()}
-    o = flash_attention.attention(*given.values())
+    o = flash_attention.attention(*given.values(), deterministic=deterministic)
     monkeypatch.setattr(Kernel, "launch", noted)
     o.sum().backward()
-    functions = {function for name in launched for function in FUNCTIONS if function in name}
-    assert functions == {
-        "delta_kernel",
-        *(("dq_kernel",) if "q" in asked else ()),
-        *(("dkdv_kernel",) if {*"kv"} & {*asked} else ()),
-    }
+    known = TWO_KERNELS if deterministic else ONE_KERNEL
+    every = {*ONE_KERNEL, *TWO_KERNELS}
+    functions = {function for name in launched for function in every if function in name}
+    left_out = {"dq_kernel", "convert_kernel"} if "q" not in asked else set()
+    if not {*"kv"} & {*asked}:
+        left_out.add("dkdv_kernel")
+    assert functions == {*known} - left_out
     assert all((x.grad is not None) == (n in asked) for n, x in leaves.items())
 
 
