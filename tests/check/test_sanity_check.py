@@ -61,7 +61,8 @@ def report_on(
 ) -> SanityReport:
     problems = {name: operation.small for name, operation in OPERATIONS.items()}
     problems[shape.operation] = shape
-    request = make_request(backend, selectors, EVERY, problems, "normal", diff=diff)
+    options = {"diff": diff, "own_sizes": shape is SHAPE}
+    request = make_request(backend, selectors, EVERY, problems, "normal", **options)
     return SanityReport(request, backend.description, tuple(check_kernels(request, backend)))
 
 
