@@ -660,6 +660,6 @@ BACKWARD = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=19_000_000,
-    matrix_budget=81_000_000,
+    matrix_budget=98_000_000,
     also_listed=configs_with_flags,
 )
