@@ -48,6 +48,7 @@ struct FlashTensor {
     DLDataType dtype;
     int rank;
     int is_output;
+    unsigned int alignment; // bytes; it begins at a multiple of them
     int64_t shape[kMaxRank];
     int64_t strides[kMaxRank]; // elements
     uint64_t span_bytes; // from the first byte to the end of the last
@@ -60,6 +61,7 @@ struct FlashTensorMap {
     unsigned int rank;
     unsigned int type; // a CUtensorMapDataType
     unsigned int swizzle; // bytes: 0, 32, 64 or 128
+    unsigned int l2_promotion; // a CUtensorMapL2promotion
     unsigned int box[5]; // elements
     uint64_t dims[5]; // elements, innermost first
     uint64_t strides[4]; // bytes, of all dimensions but the innermost
@@ -79,7 +81,6 @@ struct FlashBoundMap {
 struct FlashReady {
     const DLPackExchangeAPI *exchange; // describes the tensors
     DLDevice device;
-    unsigned int alignment; // bytes; tensors begin at multiples of it
     unsigned int n_tensors;
     uint64_t n_maps;
     uint64_t launch_bytes; // of the FlashLaunch and the parameter
@@ -407,7 +408,7 @@ FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *addres
     const CUresult status = reinterpret_cast<Encode>(entry)(
         static_cast<CUtensorMap *>(encoded), static_cast<CUtensorMapDataType>(map->type), map->rank,
         address, map->dims, map->strides, map->box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle_of(map->swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        swizzle_of(map->swizzle), static_cast<CUtensorMapL2promotion>(map->l2_promotion),
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return status == CUDA_SUCCESS ? 0
                                   : fail("cuTensorMapEncodeTiled refuses the tensor (CUresult " +
@@ -432,7 +433,7 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
             found.ndim != wanted[i].rank || found.data == nullptr || // it has no memory
             std::memcmp(found.shape, wanted[i].shape, bytes) != 0 ||
             std::memcmp(found.strides, wanted[i].strides, bytes) != 0 ||
-            begin[i] % ready->alignment != 0) {
+            begin[i] % wanted[i].alignment != 0) {
             return false;
         }
     }

@@ -81,7 +81,7 @@ int main(int count, char **arguments) {
         DRIVER(cuTensorMapEncodeTiled, (CUtensorMap *)((char *)&launch.arguments + map.member),
                (CUtensorMapDataType)map.data_type, map.rank, (void *)map.address, map.dims,
                map.strides, map.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               (CUtensorMapSwizzle)map.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               (CUtensorMapSwizzle)map.swizzle, (CUtensorMapL2promotion)map.l2_promotion,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     }
     const auto [x, y, z] = launch.grid;

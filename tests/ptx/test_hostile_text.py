@@ -212,6 +212,9 @@ class TestRuns:
         assert memory.allocate(1, 1 << 20) % (1 << 20) == 0
         address = memory.upload(np.arange(4))
         assert memory.download(address, 4, np.int64).tolist() == [0, 1, 2, 3]
+        behind = memory.upload(np.arange(4), behind=4)
+        assert behind % 256 == 4
+        assert memory.download(behind, 4, np.int64).tolist() == [0, 1, 2, 3]
 
 
 def check_mutants(paths: list[Path], seeds: range) -> Counter[str]:

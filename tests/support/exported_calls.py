@@ -17,13 +17,14 @@ Values = Mapping[str, Any]
 _SIZES = (1, 1, 2, 3, 4, 6, 8, 16, 24, 63, 64, 128, 192, 256, 513, 1024, 2048, 4096, 16384, 100000)
 _FEW = 8  # of the sizes: batches and heads
 _SMS = (2, 16, 131, 132)
+_PAGE_SIZES = (0, 1, 3, 16, 64, 96)
 _SCALES = (128**-0.5, 0.125, 1e-3, -0.5, 0.0, 1e38)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A launch as numbers. `maps`: (member, data type, swizzle, rank, address, dims, strides, box),
-    the last three filled with zeros up to 5."""
+    """A launch as numbers. `maps`: (member, data type, swizzle, L2 promotion, rank, address, dims,
+    strides, box), the last three filled with zeros up to 5."""
 
     grid: tuple[int, ...]
     cluster: tuple[int, ...]
@@ -58,11 +59,25 @@ def draw(launch: LaunchFormula, rng: random.Random) -> dict[str, Any]:
         found |= {"softmax_scale": _SCALES[0], "return_lse": 0}
     elif "kv_heads" in found and rng.random() < 0.8:
         found["heads"] = found["kv_heads"] * rng.choice((1, 2, 3, 4))
+    if "page_size" in found or "caches" in found:
+        found |= _place(rng) | {
+            "len_k": 48 * rng.choice((1, 4, 63, 1024)),
+            "len_q": rng.randint(1, 9),
+        }
+        found = {name: found[name] for name in (given.name for given in launch.inputs)}
     if rng.random() < 0.2:
         spoilt = rng.choice([given.name for given in launch.inputs])
         if not isinstance(found[spoilt], float):
             found[spoilt] += rng.choice((1, 2, 4, 7))
     return found
+
+
+def _place(rng: random.Random) -> dict[str, int]:
+    """Where keys lie in a cache: in pages, in rows that sequences share, or in their own."""
+    page_size = rng.choice(_PAGE_SIZES) if rng.random() < 0.6 else 0
+    found = {"page_size": page_size, "pages": page_size and rng.choice((0, 1, 500))}
+    found["caches"] = 0 if page_size else rng.choice((0, 1, 5))
+    return found | {"cache_seqlens": rng.choice((0, 2**20))}
 
 
 def by_config(launch: LaunchFormula, values: Values) -> Planned | None:
@@ -78,6 +93,9 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
     own = {f.name: getattr(config, f.name) for f in fields(config)}
     own |= {**config.supports.sizes, **config.supports.options}
     asked = {f.name: own.get(f.name, values.get(input_name(kind, f.name))) for f in fields(kind)}
+    for f in fields(kind):
+        if "tensor" in f.metadata and values.get(f.metadata["tensor"]):
+            asked[f.name] = 0
     asked = {name: value for name, value in asked.items() if value is not None}
     try:
         problem = kind(**asked)
@@ -85,7 +103,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
         return None
     if config.refusal(problem):
         return None
-    strides, alignment = problem.strides(), config.supports.alignment
+    strides = problem.strides()
     for tensor in problem.tensors:
         names = [f"{tensor.name}_{axis}_stride" for axis in tensor.axes[:-1]]
         if names and names[0] in values:
@@ -94,7 +112,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
             strides[tensor.name] = (*outer, 1)
             if config.supports.layout_refusal(tensor, strides[tensor.name]):
                 return None
-        if values.get(name_in_c(tensor.name), 0) % alignment:
+        if values.get(name_in_c(tensor.name), 0) % config.supports.alignment_of(tensor):
             return None
     device = Device("a GPU", (9, 0), values.get("sms", 2))
     call = config.call(problem, strides, device)
@@ -107,7 +125,7 @@ def _launched(config: Config, kernel: str, values: Values) -> Planned | None:
     def encode(found: TensorMap, address: int) -> bytes:
         member = next(at for at, other in launch.tensor_maps if other is found)
         sizes = (padded(found.dims), padded(found.strides), padded(found.box))
-        kinds = (found.data_type, found.swizzle_mode, len(found.dims))
+        kinds = (found.data_type, found.swizzle_mode, found.promotion_mode, len(found.dims))
         maps.append((member, *kinds, address, *sizes))
         return bytes(128)
 
@@ -143,7 +161,7 @@ def evaluate(formula: Any, values: Values) -> Any:
         "+": lambda a, b: a + b,
         "-": lambda a, b: a - b,
         "*": lambda a, b: a * b,
-        "/": lambda a, b: a // b,
+        "/": lambda a, b: a / b if isinstance(a, float) or isinstance(b, float) else a // b,
         "%": lambda a, b: a % b,
         "<": lambda a, b: a < b,
         "==": lambda a, b: a == b,

@@ -5,7 +5,7 @@ for a problem. It is C11 and C++11, and includes nothing of CUDA. Standard libra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from flash_helpers.export.formulas import MARK, Condition, Formula
@@ -30,13 +30,14 @@ _COMMON = f"""\
 #include <stdio.h>
 #include <string.h>
 
-// Arguments of cuTensorMapEncodeTiled; its element strides are 1, without interleaving, fetched to
-// L2 in 256 bytes, and zeros outside of the tensor. The map belongs at byte `member` of the
-// arguments. data_type and swizzle: as cuda.h numbers them.
+// Arguments of cuTensorMapEncodeTiled; its element strides are 1, without interleaving, and zeros
+// outside of the tensor. The map belongs at byte `member` of the arguments. data_type, swizzle and
+// l2_promotion: as cuda.h numbers them.
 struct flash_tensor_map {{
     size_t member;
     int data_type;
     int swizzle;
+    int l2_promotion;
     uint32_t rank;
     uint64_t address;
     uint64_t dims[{_MAX_RANK}];    // elements, innermost first
@@ -84,7 +85,8 @@ class _Header:
         self.target = target
         self.name = launch.kernel
         self.shared = _Shared(
-            [*launch.outputs, *(x for check in launch.checks for x in check.conditions)]
+            [*launch.outputs, *(x for check in launch.checks for x in check.conditions)],
+            {given.name for given in launch.inputs if given.least > 0},
         )
 
     def text(self) -> str:
@@ -108,7 +110,7 @@ enum {{
 {self._options()}\
     {name}_THREADS = {self.launch.block}, // of a block
     {name}_SHARED_BYTES = {self.launch.shared_bytes}, // dynamic, of a block
-    {name}_ALIGNMENT = {config.supports.alignment}, // bytes: of the tensors' addresses
+    {name}_ALIGNMENT = {config.supports.alignment}, // bytes: the most that an address needs
 }};
 
 {self._call()}
@@ -237,6 +239,7 @@ static inline int {name}_plan(const struct {name}_call *call,
             yield f"{place}.member = offsetof({argument}, {found.member.name})"
             yield f"{place}.data_type = {found.form.data_type}"
             yield f"{place}.swizzle = {found.form.swizzle_mode}"
+            yield f"{place}.l2_promotion = {found.form.promotion_mode}"
             yield f"{place}.rank = {len(found.dims)}"
             yield f"{place}.address = (uint64_t){text(found.address)}"
             for name in ("dims", "strides", "box"):
@@ -270,10 +273,12 @@ def _declared(name: str, kind: Kind) -> str:
 class _Shared:
     """Texts of formulas in C. A part that several of them have is a constant, defined once.
 
-    `definitions`: the constants, in an order in which they can be computed.
+    `positive`: inputs that are. `definitions`: the constants, in an order in which they can be
+    computed.
     """
 
-    def __init__(self, formulas: Iterable[Formula | Condition]) -> None:
+    def __init__(self, formulas: Iterable[Formula | Condition], positive: Container[str]) -> None:
+        self._positive = positive
         self._uses: dict[str, int] = {}
         self._found: list[Formula] = []  # operands before what they are operands of
         for formula in formulas:
@@ -312,7 +317,9 @@ class _Shared:
         if formula.operator == "?":
             return f"({parts[0]} ? {parts[1]} : {parts[2]})"
         first, second = formula.operands
-        if formula.operator in "/%" and not formula.is_real and (first.low < 0 or second.low < 1):
+        # Constants come before the refusals, by which a divisor may have become positive.
+        divides = (second.is_constant and second.low > 0) or second.text in self._positive
+        if formula.operator in "/%" and not formula.is_real and (first.low < 0 or not divides):
             name = "quotient" if formula.operator == "/" else "remainder"
             return f"flash_{name}({parts[0]}, {parts[1]})"
         return f"({parts[0]} {formula.operator} {parts[1]})"

@@ -1,17 +1,17 @@
 """An exported kernel described in JSON, for programs in any language.
 
 A formula is a number, the name of an input, or a list of an operator and its operands. The
-operators +, -, *, / and % have two formulas, and a quotient is rounded down, as in Python. The
-operator ? has a condition, the value if it holds and the value if not. The value that is not chosen
-may divide by 0: leave it out. A condition is a list, too: < and == have two formulas, and ! has a
-condition. Numbers are whole, in 64 bits; those of an input of kind "real" are doubles.
+operators +, -, *, / and % have two formulas, and a quotient of whole numbers is rounded down, as in
+Python. The operator ? has a condition, the value if it holds and the value if not. The value that
+is not chosen may divide by 0: leave it out. A condition is a list, too: < and == have two formulas,
+and ! has a condition. Numbers are whole, in 64 bits; those of an input of kind "real" are doubles.
 
 Keys:
 
 - schema: 1. A change that breaks a reader raises it.
 - kernel, config, family, operation. options: the config's fields. function: its name in C++.
 - target, symbol, compiler. files: name and sha256 of the cubin, the ptx and the header h.
-- alignment: bytes, of the tensors' addresses.
+- alignment: bytes; no tensor's address has to be a multiple of more. `refused` has what each needs.
 - inputs, in order: name, kind, least, most, meaning. The kinds are "size", "option" (0 or 1),
   "real", "stride" in elements, and "address" on the device, of a tensor or a buffer. The last
   dimension of every tensor has stride 1. A tensor without strides here is contiguous.
@@ -23,10 +23,10 @@ Keys:
   launch before it; without it nothing overlaps. Else 0.
 - arguments: name, bytes and alignment of the kernel's one parameter. members: name, type, offset,
   bytes, and values, a formula for each number; none for a tensor map.
-- tensor_maps: what cuTensorMapEncodeTiled takes for a member of the arguments. data_type and
-  swizzle are as cuda.h numbers them, dims in elements, innermost first, strides in bytes, of all
-  dimensions but the innermost, box in elements. Element strides are 1, there is no interleaving,
-  the L2 promotion is 256 bytes, and outside of the tensor are zeros.
+- tensor_maps: what cuTensorMapEncodeTiled takes for a member of the arguments. data_type,
+  swizzle and l2_promotion are as cuda.h numbers them, dims in elements, innermost first, strides in
+  bytes, of all dimensions but the innermost, box in elements. Element strides are 1, there is no
+  interleaving, and outside of the tensor are zeros.
 - buffers: device memory that a call needs beside the tensors: name (its address is an input of this
   name), bytes (0: none), and whether it must be zeros before each launch.
 
@@ -107,6 +107,7 @@ def description(launch: LaunchFormula, facts: Mapping[str, Any]) -> dict[str, An
                 "address": in_json(found.address),
                 "data_type": found.form.data_type,
                 "swizzle": found.form.swizzle_mode,
+                "l2_promotion": found.form.promotion_mode,
                 "dims": [*map(in_json, found.dims)],
                 "strides": [*map(in_json, found.strides)],
                 "box": [*map(in_json, found.box)],

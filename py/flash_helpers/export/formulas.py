@@ -40,17 +40,42 @@ class Path:
         for condition, holds in answers.values():
             self._learn(condition, holds)
 
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """All that is known on this path so far."""
+        return self.answers, self._ranges
+
+    @state.setter
+    def state(self, state: tuple[Any, Any]) -> None:
+        self.answers, self._ranges = state
+
     def _learn(self, condition: Condition, holds: bool) -> None:
         self.answers[condition.text] = condition, holds
-        if condition.operator != "<":
-            return
         first, second = condition.operands
-        if holds:
+        if condition.operator == "==":
+            self._learn_equality(first, second, holds)
+        elif holds:
             self._narrow(first, -math.inf, self.range_of(second)[1] - 1)
             self._narrow(second, self.range_of(first)[0] + 1, math.inf)
         else:
             self._narrow(first, self.range_of(second)[0], math.inf)
             self._narrow(second, -math.inf, self.range_of(first)[1])
+
+    def _learn_equality(self, first: Formula, second: Formula, holds: bool) -> None:
+        if first.is_real or second.is_real:
+            return
+        for formula, other in ((first, second), (second, first)):
+            low, high = self.range_of(other)
+            if holds:
+                self._narrow(formula, low, high)
+            elif low == high:  # it may be an end of the formula's range, and is left out of it
+                least, most = self.range_of(formula)
+                self._narrow(formula, low + 1 if least == low else -math.inf, math.inf)
+                self._narrow(formula, -math.inf, high - 1 if most == high else math.inf)
+        if holds and first.operator == "%" and second.text == "0":
+            divided, divisor = first.operands
+            if min(self.range_of(divided)[0], self.range_of(divisor)[0]) > 0:
+                self._narrow(divided // divisor, 1, math.inf)
 
     def _narrow(self, formula: Formula, low: float, high: float) -> None:
         if not formula.is_real:
@@ -72,9 +97,9 @@ class Path:
     def choice(self, condition: Condition, yes: Formula | float, no: Formula | float) -> Formula:
         """Return the formula of one value or the other."""
         first, second = self.formula(yes), self.formula(no)
-        if first.text == second.text:
-            return first
         low, high = min(first.low, second.low), max(first.high, second.high)
+        if first.text == second.text:
+            return first.within(low, high)
         operands = (condition, first, second)
         return Formula(self, "?", operands, low, high, first.is_real or second.is_real)
 
@@ -136,6 +161,10 @@ class Formula:
             self.text = f"({operands[0].text} {operator} {operands[1].text})"
         if not is_real and not _LEAST <= low <= high <= _MOST:
             raise OverflowError(f"{self.text} is from {low} to {high}, beyond 64 bits")
+
+    def within(self, low: float, high: float) -> Formula:
+        """Return the formula with another range."""
+        return Formula(self.path, self.operator, self.operands, low, high, self.is_real)
 
     @property
     def is_constant(self) -> bool:
@@ -210,6 +239,8 @@ class Formula:
 
     def __truediv__(self, other: Any) -> Formula:
         operands = (self, self.path.formula(other))
+        if not any(operand.is_real for operand in operands):  # it would be rounded down in C
+            raise _NotANumber(f"{self.text} and {operands[1].text} are whole numbers")
         return Formula(self.path, "/", operands, -math.inf, math.inf, is_real=True)
 
     def __floordiv__(self, other: Any) -> Formula:
@@ -280,6 +311,9 @@ class Formula:
 
     def __str__(self) -> str:
         return format(self)
+
+    def __repr__(self) -> str:
+        return f"{self.text} from {self.low} to {self.high}"
 
 
 class Condition:
@@ -373,6 +407,30 @@ def explore(path: Path, function: Callable[[], Any], known: Facts) -> Tree:
         path.follow(known)
 
 
+def merged(path: Path, function: Callable[[], Any], known: Facts) -> Formula | float | None:
+    """Return a function's result on all of its paths as one formula; as it is if it has one path;
+    None if it refuses one.
+
+    It may be called on a path of another function, which `known` belongs to, too. That function
+    then goes on as one path instead of as many.
+    """
+
+    def within_range() -> Any:
+        found = function()
+        return found.within(*path.range_of(found)) if isinstance(found, Formula) else found
+
+    taken = path.state
+    try:
+        tree = explore(path, within_range, known)
+    except _NotANumber:
+        return None
+    finally:
+        path.state = taken
+    if isinstance(tree, Leaf):
+        return tree.value
+    return None if refusals(tree) else value_of(tree, path, lambda value: value)
+
+
 def facts(tree: Tree) -> Facts | None:
     """Return the answers that all accepted paths have in common; None if there is no such path."""
     if isinstance(tree, Refusal):
@@ -386,36 +444,36 @@ def facts(tree: Tree) -> Facts | None:
     return {text: value for text, value in yes.items() if text in no and no[text][1] == value[1]}
 
 
-def refusals(
-    tree: Tree, under: tuple[Condition, ...] = ()
-) -> Iterator[tuple[tuple[Condition, ...], str]]:
-    """Yield the conditions of each refusal, which hold together, and its text. Conditions that
+def refusals(tree: Tree) -> list[tuple[tuple[Condition, ...], str]]:
+    """Return the conditions of each refusal, which hold together, and its text. Conditions that
     follow from the refusals before it are left out."""
     if isinstance(tree, Refusal):
-        yield under, tree.text
+        return [((), tree.text)]
     if not isinstance(tree, Branch):
-        return
+        return []
     yes, no = tree.condition, tree.condition.inverted
     if isinstance(tree.yes, Refusal):
-        yield (*under, yes), tree.yes.text
-        yield from refusals(tree.no, under)
-    elif isinstance(tree.no, Refusal):
-        yield (*under, no), tree.no.text
-        yield from refusals(tree.yes, under)
-    elif _same(tree.yes, tree.no):
-        yield from refusals(tree.yes, under)
-    else:
-        yield from refusals(tree.yes, (*under, yes))
-        yield from refusals(tree.no, (*under, no))
+        return [((yes,), tree.yes.text), *refusals(tree.no)]
+    if isinstance(tree.no, Refusal):
+        return [((no,), tree.no.text), *refusals(tree.yes)]
+    if_yes, if_no = refusals(tree.yes), refusals(tree.no)  # each once: a tree has thousands
+    shared = _shared_end(_told(if_yes), _told(if_no))
+    return [
+        *(((yes, *under), text) for under, text in if_yes[: len(if_yes) - shared]),
+        *(((no, *under), text) for under, text in if_no[: len(if_no) - shared]),
+        *if_yes[len(if_yes) - shared :],
+    ]
 
 
-def _same(one: Tree, other: Tree) -> bool:
-    """Return whether two trees refuse the same."""
+def _told(found: list[tuple[tuple[Condition, ...], str]]) -> list[tuple[list[str], str]]:
+    """Return refusals as texts, by which they are compared."""
+    return [([x.text for x in under], text) for under, text in found]
 
-    def told(tree: Tree) -> list[tuple[list[str], str]]:
-        return [([x.text for x in under], text) for under, text in refusals(tree)]
 
-    return told(one) == told(other)
+def _shared_end(first: list[Any], second: list[Any]) -> int:
+    """Return the number of items at the ends of both lists that are equal."""
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def leaves(tree: Tree) -> Iterator[Any]:

@@ -4,8 +4,11 @@ Standard library only.
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Container, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any
 
 from flash_helpers.export.formulas import (
@@ -17,6 +20,7 @@ from flash_helpers.export.formulas import (
     explore,
     facts,
     leaves,
+    merged,
     refusals,
     value_of,
 )
@@ -27,7 +31,7 @@ from flash_helpers.registry.problem import Problem, Tensor
 
 SMS = "sms"
 _MOST_SIZE = 2**31 - 1
-_MOST_SMS = 2**16
+_MOST_SMS = 2**12  # 64 bits count the bytes that pieces of as many tiles as a grid may have need
 _MOST_STRIDE = 2**40  # elements
 _MOST_ADDRESS = 2**62
 _MOST_REAL = 3.4028234663852886e38  # the largest float32
@@ -123,8 +127,9 @@ def launch_formula(config: Config, function: str, target: str) -> LaunchFormula:
 
     Options of the problem that the launch does not depend on keep their usual values.
     """
-    everything = _Tracer(config, function, target).formula.outputs
-    used = set().union(*(formula.inputs() for formula in everything))
+    first = _Tracer(config, function, target)
+    used = set().union(*(formula.inputs() for formula in first.formula.outputs))
+    used |= first.inputs_of_strides(used)
     return _Tracer(config, function, target, used).formula
 
 
@@ -151,6 +156,8 @@ class _Tracer:
         self.inputs: list[Input] = []
         self.checks: list[Check] = []
         self.known: Facts = {}
+        self._numbers: dict[str, Any] = {}
+        self._merging = self._merging_numbers()
         kind = config.family.operation.problem
         supports = config.supports
         fixed = {f.name: getattr(config, f.name) for f in fields(config)}
@@ -162,12 +169,20 @@ class _Tracer:
             or f.default is MISSING
             or ("help" in f.metadata and (used is None or input_name(kind, f.name) in used))
         }
+        # Tensors whose addresses are 0 where they are not given: a call takes no field for that.
+        self.optional = {
+            f.metadata["tensor"]: f.name
+            for f in fields(kind)
+            if "tensor" in f.metadata and f.name not in values
+        }
+        values |= {field: 0 for tensor, field in self.optional.items() if self._uses(tensor)}
         sms = self._input(SMS, "size", 1, _MOST_SMS, "streaming multiprocessors of the device")
         self.device = Device(target, divmod(capability_of(target), 10), sms)  # type: ignore[arg-type]
         # Made anew on each path: it brings its options into one form, by their values.
         self.problem = lambda: kind(**values)
         self._check(lambda: _refuse(config.refusal(self.problem())))
-        tensors, *_ = leaves(explore(self.path, lambda: self.problem().tensors, self.known))
+        tensors = self._tensors()
+        self.sizes: dict[str, Any] = {}  # of the dimension of a stride, by the stride's name
         self.strides = {tensor.name: self._strides(tensor) for tensor in tensors}
         self.addresses = {tensor.name: self._address_of(tensor) for tensor in tensors}
         self.tree = self._check(self._launch)
@@ -191,6 +206,20 @@ class _Tracer:
         least, most = (field.metadata.get(n, v) for n, v in (("least", 1), ("most", _MOST_SIZE)))
         return self._input(name, "size", least, most, text)
 
+    def _tensors(self) -> list[Tensor]:
+        """Return the problem's tensors, with shapes that hold on all paths."""
+        tree = explore(self.path, lambda: self.problem().tensors, self.known)
+        tensors = next(leaves(tree))
+
+        def size(number: int, axis: int) -> Any:
+            return value_of(tree, self.path, lambda found: found[number].shape[axis])
+
+        shapes = [
+            tuple(size(number, axis) for axis in range(len(tensor.shape)))
+            for number, tensor in enumerate(tensors)
+        ]
+        return [replace(x, shape=shape) for x, shape in zip(tensors, shapes, strict=True)]
+
     def _strides(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return a tensor's strides, 0 along dimensions of size 1; the last is 1. The kernel's
         refusals of them become checks."""
@@ -201,6 +230,7 @@ class _Tracer:
             text = f"{tensor.name}: elements from one to the next along {axis}"
             stride = self._input(name, "stride", 0, _MOST_STRIDE, text)
             has_several = self.path.formula(size) > 1
+            self.sizes[name] = size
             found.append(stride if self.used is None else self.path.choice(has_several, stride, 0))
         found.append(1)
         if any(map(self._uses, names)):
@@ -208,15 +238,31 @@ class _Tracer:
             self._check(lambda: _refuse(refusal(tensor, tuple(found))))
         return tuple(found)
 
-    def _address(self, name: str, meaning: str) -> Formula:
-        text = f"{meaning}: address on the device"
+    def inputs_of_strides(self, used: Container[str]) -> set[str]:
+        """Return the inputs that tell whether the strides among `used` are 0, but for sizes that
+        the config wants to be equal to others."""
+        equal = {
+            operand.text
+            for condition, holds in self.known.values()
+            if condition.operator == "==" and holds
+            for operand in condition.operands
+        }
+        sizes = (self.path.formula(size) for name, size in self.sizes.items() if name in used)
+        return set().union(*(size.inputs() for size in sizes if size.text not in equal))
+
+    def _address(self, name: str, meaning: str, or_none: str = "") -> Formula:
+        text = f"{meaning}: address on the device{or_none}"
         return self._input(name_in_c(name), "address", 0, _MOST_ADDRESS, text)
 
     def _address_of(self, tensor: Tensor) -> Formula:
         """Return the address of a tensor. That it is not aligned becomes a check."""
         name, axes = tensor.name, ", ".join(tensor.axes)
-        address = self._address(name, f"{name}, {tensor.element.short} ({axes})")
-        if self._uses(name_in_c(name)) and (alignment := self.config.supports.alignment) > 1:
+        or_none = "; 0 if it is not given" if name in self.optional else ""
+        address = self._address(name, f"{name}, {tensor.element.short} ({axes})", or_none)
+        if (
+            self._uses(name_in_c(name))
+            and (alignment := self.config.supports.alignment_of(tensor)) > 1
+        ):
 
             def check() -> None:
                 if address % alignment:
@@ -235,14 +281,35 @@ class _Tracer:
         self.path.follow(self.known)
         return tree
 
+    def _merging_numbers(self) -> Config:
+        """Return the config with methods that return an int on all of their paths at once, as one
+        formula. Else each path of theirs would be run with each path of `Config.call`."""
+        found = copy.copy(self.config)
+
+        def number_of(name: str, *arguments: Any) -> Any:
+            method = functools.partial(getattr(type(found), name), found, *arguments)
+            key = f"{name}{arguments}"
+            if key not in self._numbers:
+                self._numbers[key] = merged(self.path, method, self.known)
+            number = self._numbers[key]
+            return method() if number is None else number
+
+        for name, method in inspect.getmembers(type(found), inspect.isfunction):
+            if method.__annotations__.get("return") == "int":
+                vars(found)[name] = functools.partial(number_of, name)
+        return found
+
     def _launch(self) -> tuple[Call, Launch]:
-        call = self.config.call(self.problem(), self.strides, self.device)
+        call = self._merging.call(self.problem(), self.strides, self.device)
         own = self.config.kernels[self.function]
         launches = [launch for launch in call.launches if launch.kernel == own]
         if not launches:
-            raise ValueError(
-                f"these strides need {call.launches[0].kernel} instead of {own}: export that one"
-            )
+            others = [launch.kernel for launch in call.launches]
+            if others[0] in self.config.kernels.values():
+                raise ValueError(
+                    f"{' and '.join(others)} does all of this call: do not launch {own}"
+                )
+            raise ValueError(f"these strides need {others[0]} instead of {own}: export that one")
         (launch,) = launches
         return call, launch
 

@@ -115,8 +115,9 @@ class TensorMap:
 
     `dims`: elements, innermost first. `strides`: bytes, of all dimensions but the innermost. `box`:
     elements of each dimension that one copy takes. `swizzle`: bytes of the pattern in shared
-    memory, 0, 32, 64 or 128. Elements outside of the tensor are read as 0. `offset`: bytes from the
-    tensor's first element to that at coordinates 0, which may lie before the tensor.
+    memory, 0, 32, 64 or 128. `l2_promotion`: bytes that a copy fetches to L2 at once, 0, 64, 128 or
+    256. Elements outside of the tensor are read as 0. `offset`: bytes from the tensor's first
+    element to that at coordinates 0, which may lie before the tensor.
     """
 
     tensor: str
@@ -126,6 +127,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: int = 0
     offset: int = 0
+    l2_promotion: int = 256
 
     @property
     def data_type(self) -> int:
@@ -136,6 +138,11 @@ class TensorMap:
     def swizzle_mode(self) -> int:
         """The swizzle as cuda.h numbers it (CUtensorMapSwizzle)."""
         return (0, 32, 64, 128).index(self.swizzle)
+
+    @property
+    def promotion_mode(self) -> int:
+        """The L2 promotion as cuda.h numbers it (CUtensorMapL2promotion)."""
+        return (0, 64, 128, 256).index(self.l2_promotion)
 
 
 _MAP_TYPES = {

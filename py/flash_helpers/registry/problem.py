@@ -134,7 +134,8 @@ def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
 
     `text`: help of the option. `flag`: `name` of the option if it is not the field's; `metavar`;
     `title`: the field in words, if they differ from the option's name; `least`, `most`: smallest
-    and largest value in a call of an exported kernel.
+    and largest value in a call of an exported kernel; `tensor`: the optional input that is given
+    if the field is not None; a launch depends on the field by that input's address alone.
     """
     return field(default=default, metadata={"help": text, **flag})
 
@@ -250,6 +251,13 @@ class Problem:
     def call_options(self) -> dict[str, Any]:
         """Return the options that a call passes beside the tensors (`posed`)."""
         return {}
+
+    def wrong_values(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the faults of the values of integer inputs, each with the limit and the way out.
+
+        values: nested lists, by name. No call checks these, since it would wait for the device.
+        """
+        return []
 
     def record(self) -> dict[str, Any]:
         """Return the operation and all fields, ready for JSON."""

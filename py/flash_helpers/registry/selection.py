@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -412,12 +412,12 @@ def _option_name(field: Field[Any]) -> str:
 
 
 def asked_problem(arguments: argparse.Namespace, base: Problem) -> Problem:
-    """Return a problem with the sizes of `base` and the options of the command line. Sizes that
-    depend on other sizes are computed anew.
+    """Return a problem with the values of `base` and the options of the command line. Sizes that
+    depend on other sizes, and are None by default, are computed anew.
 
     Raises ValueError as the problem's class does.
     """
-    values = {f.name: getattr(base, f.name) for f in fields(base) if f.default is MISSING}
+    values = {f.name: getattr(base, f.name) for f in fields(base) if f.default is not None}
     for f in fields(base):
         if (asked := getattr(arguments, f.name, None)) is not None and "help" in f.metadata:
             values[f.name] = asked

@@ -16,7 +16,10 @@ class Supports(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Alignment of each tensor's address in bytes, a power of two."""
+        """Largest alignment of a tensor's address in bytes, a power of two."""
+
+    def alignment_of(self, tensor: Tensor) -> int:
+        """Return the alignment of a tensor's address in bytes, which divides `alignment`."""
 
     @property
     def options(self) -> Mapping[str, Any]:

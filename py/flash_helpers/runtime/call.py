@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,7 +38,7 @@ class Plan:
     `config`: the one whose kernels run. `names`: names of the tensors that the call takes, in the
     order of `Problem.axes`. `outputs`: number of each output among them, and a function of the
     first tensor that allocates it. `device`: the CUDA device's number; None on the CPU, where there
-    are no launchers either. `alignment`: bytes; every tensor begins at a multiple of it.
+    are no launchers either. `alignments`: bytes; each tensor begins at a multiple of its own.
     `span_bytes`: bytes from the first to the last byte of each tensor. `options`: options of the
     problem. `quick`: does the work of `_checked` and `run` in one step if layouts and device are
     unchanged; None where that is not possible. `constants`: values of the elements of all outputs,
@@ -51,7 +52,7 @@ class Plan:
     outputs: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     launchers: tuple[library.Launcher, ...]
     device: int | None
-    alignment: int
+    alignments: tuple[int, ...]
     span_bytes: tuple[int, ...]
     options: Mapping[str, Any]
     quick: library.QuickLaunch | None = None
@@ -219,17 +220,16 @@ def _make_plan(
         launchers = tuple(library.Launcher(x, numbers[x.kernel], index) for x in call.launches)
     layouts = _layouts(taken, given)
     spans = tuple(map(tensors.span_bytes, layouts))
+    alignments = tuple(map(config.supports.alignment_of, taken))
     quick = None
     if len(launchers) == 1 and not call.buffers and (exchange := _exchange()) is not None:
         described = [
             library.Described(
-                *(x.name, x.element, x.shape, tuple(laid.stride()), span, x.is_output)
+                *(x.name, x.element, x.shape, tuple(laid.stride()), span, x.is_output, alignment)
             )
-            for x, laid, span in zip(taken, layouts, spans, strict=True)
+            for x, laid, span, alignment in zip(taken, layouts, spans, alignments, strict=True)
         ]
-        quick = launchers[0].quick(
-            exchange, first.__dlpack_device__(), config.supports.alignment, described
-        )
+        quick = launchers[0].quick(exchange, first.__dlpack_device__(), described)
     return Plan(
         ran,
         call,
@@ -237,7 +237,7 @@ def _make_plan(
         tuple((n, _allocator(x, first)) for n, x in enumerate(taken) if x.is_output),
         launchers,
         index,
-        config.supports.alignment,
+        alignments,
         spans,
         options,
         quick,
@@ -267,7 +267,7 @@ def _constant_plan(
         tuple((n, _allocator(x, first)) for n, x in outputs.items()),
         (),
         first.device.index,
-        1,
+        (1,) * len(taken),
         tuple(map(tensors.span_bytes, _layouts(taken, given))),
         {},
         constants={x.name: found.values[x.name] for x in outputs.values()},
@@ -352,8 +352,8 @@ def _checked(
             name = plan.names[number]
             others = {other: x for other, x in found.items() if other != name}
             tensors.check_output(others, name, every[number])
-    if any(begin % plan.alignment for begin in begins):
-        tensors.check_alignment(plan.alignment, found)
+    if any(map(operator.mod, begins, plan.alignments)):
+        tensors.check_alignment(dict(zip(plan.names, plan.alignments, strict=True)), found)
     return plan, found, dict(zip(plan.names, begins, strict=True))
 
 

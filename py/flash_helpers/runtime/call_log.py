@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
-from flash_helpers.kernel_configs import Config, Problem
+from flash_helpers.kernel_configs import Config, Element, Problem
 from flash_helpers.registry.call import Call
 from flash_helpers.runtime import saved_calls
 from flash_helpers.runtime.tensor_statistics import TensorStatistics
@@ -40,6 +41,7 @@ LEVELS = {
     STATISTICS: "statistics of inputs and outputs",
     TENSORS: "tensors saved for replay",
 }
+WRONG_VALUES_SHOWN = 8  # of a call
 CALLS_KEPT = 16
 """Calls of a process whose tensors stay saved, the last ones."""
 
@@ -119,6 +121,12 @@ class LoggedCall:
         """Tensors that the kernel reads."""
         return {tensor.name: self.tensors[tensor.name] for tensor in self.problem.inputs}
 
+    def integers(self) -> dict[str, Any]:
+        """Return the values of integer inputs, as nested lists. Waits for the device."""
+        inputs = self.inputs
+        names = (x.name for x in self.problem.inputs if x.element is Element.INT32)
+        return {name: inputs[name].tolist() for name in names}
+
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
         """Tensors that the kernel writes, or would if they were wanted."""
@@ -174,6 +182,7 @@ class CallLog:
         has_statistics = self.level >= STATISTICS and not is_captured
         if has_statistics:
             self._write_statistics(number, call.inputs)
+            self._write_wrong_values(number, call)
         try:
             yield
         except BaseException as error:
@@ -213,6 +222,15 @@ class CallLog:
         except RuntimeError as error:
             lines = [f"{', '.join(tensors)} cannot be read: {error}"]
         self._write(number, lines)
+
+    def _write_wrong_values(self, number: int, call: LoggedCall) -> None:
+        try:
+            found = call.problem.wrong_values(call.integers())
+        except RuntimeError:  # the statistics have told that
+            return
+        more = len(found) - WRONG_VALUES_SHOWN
+        rest = [f"and {more} more wrong values"] if more > 0 else []
+        self._write(number, found[:WRONG_VALUES_SHOWN] + rest)
 
     def _save(self, number: int, call: LoggedCall) -> Path | None:
         process = os.getpid()

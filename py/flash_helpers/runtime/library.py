@@ -65,6 +65,7 @@ class _TensorMap(ctypes.Structure):
         ("rank", _UINT),
         ("type", _UINT),
         ("swizzle", _UINT),
+        ("l2_promotion", _UINT),
         ("box", _UINT * 5),
         ("dims", ctypes.c_uint64 * 5),
         ("strides", ctypes.c_uint64 * 4),
@@ -94,6 +95,7 @@ class _Tensor(ctypes.Structure):
         ("lanes", ctypes.c_uint16),
         ("rank", ctypes.c_int),
         ("is_output", ctypes.c_int),
+        ("alignment", _UINT),
         ("shape", ctypes.c_int64 * MAX_RANK),
         ("strides", ctypes.c_int64 * MAX_RANK),
         ("span_bytes", ctypes.c_uint64),
@@ -107,7 +109,6 @@ class _Ready(ctypes.Structure):
     _fields_ = (
         ("exchange", ctypes.c_void_p),
         ("device", ctypes.c_int32 * 2),
-        ("alignment", _UINT),
         ("n_tensors", _UINT),
         ("n_maps", ctypes.c_uint64),
         ("launch_bytes", ctypes.c_uint64),
@@ -127,7 +128,7 @@ _DLPACK_CODES = {
 @dataclass(frozen=True)
 class Described:
     """A tensor that a launch is made ready for. `shape`, `strides`: elements. `span_bytes`: bytes
-    from the first byte to the one behind the last."""
+    from the first byte to the one behind the last. `alignment`: bytes; it begins at a multiple."""
 
     name: str
     element: Element
@@ -135,6 +136,7 @@ class Described:
     strides: tuple[int, ...]
     span_bytes: int
     is_output: bool
+    alignment: int
 
 
 @dataclass(frozen=True)
@@ -482,7 +484,6 @@ class Launcher:
         self,
         exchange: int,
         device: tuple[int, int],
-        alignment: int,
         tensors: Sequence[Described],
     ) -> QuickLaunch | None:
         """Return a function that launches on tensors with these layouts, at any address, on the
@@ -490,7 +491,7 @@ class Launcher:
         layouts, for an output that overlaps another tensor, or if CUDA refuses.
 
         `exchange`: the exchange table of the tensors' library. `device`: type and number, as DLPack
-        has them. `alignment`: bytes; every tensor begins at a multiple of it.
+        has them.
 
         None for a launch that takes a buffer, several addresses of one tensor, or a part of one.
         """
@@ -511,6 +512,7 @@ class Launcher:
                 1,
                 len(x.shape),
                 x.is_output,
+                x.alignment,
                 x.shape,
                 x.strides,
                 x.span_bytes,
@@ -521,7 +523,7 @@ class Launcher:
         launch = self._template.fill(
             dict.fromkeys([*members, STREAM], 0), lambda *_: bytes(TENSOR_MAP_BYTES)
         )
-        header = _Ready(exchange, device, alignment, len(tensors), len(maps), len(launch))
+        header = _Ready(exchange, device, len(tensors), len(maps), len(launch))
         ready = b"".join(map(bytes, (header, *described, *maps))) + launch
         # not as others of the library are called, without the lock of the interpreter
         prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
@@ -533,6 +535,7 @@ def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
         len(tensor_map.dims),
         tensor_map.data_type,
         tensor_map.swizzle,
+        tensor_map.promotion_mode,
         tensor_map.box,
         tensor_map.dims,
         tensor_map.strides,

@@ -26,6 +26,7 @@ ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
 
 _KERNELS_KEPT = 64
+_WIDEST = 16  # bytes of the widest access of a thread: tensors keep their place between multiples
 
 Observe = Callable[[Launch, Mapping[str, int]], Observer]
 """The observer of a launch, given the addresses of tensors and buffers by name."""
@@ -122,7 +123,10 @@ def run_kernel(
         call = call.of_outputs(wanted)
     kernels = kernel if isinstance(kernel, Mapping) else dict.fromkeys(_names(call), kernel)
     memory = DeviceMemory()
-    addresses = {name: memory.upload(_span(x).numpy()) for name, x in ordered.items()}
+    addresses = {
+        name: memory.upload(_span(x).numpy(), behind=x.data_ptr() % _WIDEST)
+        for name, x in ordered.items()
+    }
     for buffer in call.buffers:
         # NaN, or -1, where a kernel must not count on zeros
         found = np.full(buffer.bytes, 0 if buffer.zeroed else 0xFF, np.uint8)
@@ -187,6 +191,7 @@ def _encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
         tensor_map.box,
         tensor_map.strides,
         swizzle=f"{tensor_map.swizzle}B" if tensor_map.swizzle else "none",
+        l2_promotion=f"{tensor_map.l2_promotion}B" if tensor_map.l2_promotion else "none",
     ).encode()
 
 

@@ -187,13 +187,13 @@ def check_strides(
     return found
 
 
-def check_alignment(alignment: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ValueError unless every tensor begins at a multiple of `alignment` bytes."""
+def check_alignment(alignments: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError unless every tensor begins at a multiple of its own alignment in bytes."""
     for name, tensor in tensors.items():
-        if tensor.data_ptr() % alignment:
+        if tensor.data_ptr() % alignments[name]:
             raise ValueError(
                 f"{name} starts at address {tensor.data_ptr():#x}, not a multiple of "
-                f"{alignment} bytes: call .clone()"
+                f"{alignments[name]} bytes: call .clone()"
             )
 
 

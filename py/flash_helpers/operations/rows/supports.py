@@ -30,6 +30,10 @@ class RowsSupports:
         """Bytes of an element: tensors may begin at any element."""
         return self.dtype.bytes
 
+    def alignment_of(self, tensor: Tensor) -> int:
+        """Return the bytes of an element."""
+        return self.alignment
+
     @property
     def options(self) -> Mapping[str, Any]:
         """No options."""

@@ -48,12 +48,12 @@ class DeviceMemory:
         self._heap_left = HEAP_BYTES
         self._freed: dict[int, list[int]] = {}
 
-    def allocate(self, size: int, alignment: int = _ALIGNMENT) -> int:
-        """Reserves `size` zeroed bytes and returns their address, a multiple of 256 and of
-        `alignment`, a power of two."""
+    def allocate(self, size: int, alignment: int = _ALIGNMENT, behind: int = 0) -> int:
+        """Reserves `size` zeroed bytes and returns their address, `behind` bytes behind a multiple
+        of 256 and of `alignment`, a power of two."""
         if size <= 0:
             raise ValueError(f"an allocation of {size} bytes: give at least 1")
-        start = -(-self._used // alignment) * alignment
+        start = -(-self._used // alignment) * alignment + behind
         self._used = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
         if self._used > self._bytes.size:
             self._bytes = self._grown(max(self._used, 2 * self._bytes.size))
@@ -76,10 +76,11 @@ class DeviceMemory:
             raise ValueError(f"no allocation begins at {address:#x}: {self.nearest(address)}")
         del self._starts[i], self._ends[i]
 
-    def upload(self, array: npt.ArrayLike) -> int:
-        """Copies an array (C order) into new global memory and returns its address."""
+    def upload(self, array: npt.ArrayLike, behind: int = 0) -> int:
+        """Copies an array (C order) into new global memory and returns its address, `behind` bytes
+        behind a multiple of 256."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        address = self.allocate(data.size)
+        address = self.allocate(data.size, behind=behind)
         self._bytes[address - ARENA_BASE :][: data.size] = data
         return address
 
