@@ -17,9 +17,13 @@ from pathlib import Path
 from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.console.command_line import make_parser, output_folder, run_tool
 from flash_helpers.kernel_configs import FAMILIES, Config, Element
-from flash_helpers.measure.asked import swept_option
+from flash_helpers.measure.asked import (
+    add_measured_options,
+    asked_sizes,
+    measured_problem,
+    swept_option,
+)
 from flash_helpers.registry.family import Family
-from flash_helpers.registry.problem import Problem
 from flash_helpers.tune.winners import load_best
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,9 +37,11 @@ Run pt_bench.py once for each kind of problem that the family takes, the shortes
 attention has its last steps and the winners of sweeps measured on one sequence at a time, on causal
 problems, on grouped heads, in both dtypes and at odd lengths. The last step and the winners are
 also measured with a causal mask and without, in bursts and sustained. A family of the backward pass
-has its last step measured on grouped heads, with a causal mask, in both dtypes and at head size 64,
-a family of another operation its last steps in all dtypes. At the end all steps are measured beside
-each other.
+has its last step measured on grouped heads, with a causal mask, in both dtypes and at head size 64.
+A family of decode has its last steps measured on one sequence, on pages of 1, 16, 64 and 256 keys,
+with 1, 8 and 16 heads on one, and on 64 sequences of one length and of lognormal lengths; the last
+step in all dtypes. A family of another operation has its last steps measured in all dtypes. At the
+end all steps are measured beside each other.
 
 The files are FOLDER/FAMILY_KIND_GPU.json. A run can be interrupted at any time: the same command
 continues with the files in FOLDER. FlashAttention-3 takes part if fa3_fwd is installed. Further
@@ -101,30 +107,43 @@ class Kind:
         own = fixed.supports.sizes
         return own if self.d_head is None else dict.fromkeys(own, self.d_head)
 
-    def is_taken(self, configs: Sequence[Config]) -> bool:
-        """Whether each size is taken by one of the configs."""
-        return any(configs) and all(
-            any(not config.refusal(_of_own_head(config, size)) for config in configs)
-            for size in self.sizes or configs[0].family.operation.measured_at
-        )
+    def taking(self, family: Family, configs: Sequence[Config]) -> list[Config]:
+        """Return the configs that take a problem of this kind; none if a size is taken by none."""
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_measured_options(parser)
+        asked, _ = parser.parse_known_args(self.asked(family))
+        operation = family.operation
+        problems = [measured_problem(asked, operation, n) for n in asked_sizes(asked, operation)]
+        of_sizes = [
+            {config for config in configs if not config.refusal(problem.in_dtype(config.dtype))}
+            for problem in problems
+        ]
+        return [c for c in configs if any(c in own for own in of_sizes)] if all(of_sizes) else []
 
     def command(self, family: Family, folder: Path, gpu: str) -> list[str]:
         """Arguments of pt_bench.py, without the kernels."""
         dtype = "all" if self.all_dtypes else self.dtype.short
         name = "_".join(filter(None, (family.name, self.name, gpu)))
+        return [
+            *("--rounds", "3", "--resume", "--json", str(folder / f"{name}.json")),
+            *("--dtype", dtype, *self.asked(family)),
+        ]
+
+    def asked(self, family: Family) -> list[str]:
+        """Options of pt_bench.py that ask for the kind's problems and loads."""
         causal = ["--causal"] if self.causal else []
         d_head = self.head_sizes(family.progression()[0]).get("d_head")
         usual = getattr(family.operation.measured(family.operation.measured_at[0]), "d_head", None)
         head = ["--d-head", str(d_head)] if d_head not in (None, usual) else []
         sizes = [swept_option(family.operation), *map(str, self.sizes)] if self.sizes else []
-        return [
-            *("--rounds", "3", "--resume", "--json", str(folder / f"{name}.json")),
-            *("--dtype", dtype, *self.options, *causal, *head, *sizes),
-        ]
+        return [*self.options, *causal, *head, *sizes]
 
 
 _SUSTAINED = ("--load", "sustained")
 _ALL_STEPS = Kind("", (), (), None)
+_CACHES = (2048, 8192)  # keys of a sequence, of 64 sequences and of 16
+_ALONE = (1024, 8192, 131072)
+_OF_64 = (*_SUSTAINED, "--batch", "64")
 KINDS = {
     "attention_forward": (
         Kind("alone_causal", ALONE, (*_SUSTAINED, "--batch", "1"), causal=True),
@@ -151,16 +170,27 @@ KINDS = {
         Kind("d64", LENGTHS, steps=1, d_head=64),
         _ALL_STEPS,
     ),
+    "decode": (
+        Kind("alone", _ALONE, ("--batch", "1")),
+        *(
+            Kind(f"pages_{size}", _CACHES, (*_SUSTAINED, "--page-size", str(size)))
+            for size in (1, 16, 64, 256)
+        ),
+        *(
+            Kind(f"group_{32 // kv_heads}", _CACHES, (*_SUSTAINED, "--kv-heads", str(kv_heads)))
+            for kv_heads in (32, 4, 2)  # 8 is usual
+        ),
+        # as many keys in sequences of one length, and of lengths that differ as those of texts do
+        Kind("uniform", (2000,), _OF_64),
+        Kind("lognormal", (8192,), (*_OF_64, "--total-k", "128000")),
+        Kind("dtypes", _CACHES, steps=1, all_dtypes=True),
+        _ALL_STEPS,
+    ),
 }
 OTHER_KINDS = (
     Kind("dtypes", (), ("--load", "burst"), all_dtypes=True),
     _ALL_STEPS,
 )  # of an operation without its own
-
-
-def _of_own_head(config: Config, size: int) -> Problem:
-    """Return the problem of a size on which a config is measured, with the config's head size."""
-    return replace(config.measured(size), **config.supports.sizes)
 
 
 def is_causal(config: Config) -> bool:
@@ -193,10 +223,11 @@ def commands(
             f"{family.name} has no kind {', '.join(sorted(unknown))}: choose {', '.join(kinds)}"
         )
     chosen = [(kinds[name], kinds[name].kernels(family, built)) for name in only or kinds]
+    found = [(kind, kind.taking(family, configs)) for kind, configs in chosen]
     return [
         [*kind.command(family, folder, gpu), *more, "--kernel", *(c.short_form() for c in configs)]
-        for kind, configs in chosen
-        if kind.is_taken(configs)
+        for kind, configs in found
+        if configs
     ]
 
 

@@ -11,6 +11,8 @@ from fake_backend import ROOT, load_tool
 
 from flash_helpers.compile.codegen import listed_configs
 from flash_helpers.kernel_configs import FAMILIES, Element
+from flash_helpers.operations.decode import OPERATION as DECODE
+from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.registry.selection import parse_dtypes, select_kernels
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -45,6 +47,30 @@ def test_each_command_measures_built_kernels_at_lengths_that_they_take(
     assert all(name.startswith(family) and name.endswith("_h200.json") for name in files)
     fixed = {c.short_form() for c in FAMILIES[family].progression() if c.dtype == Element.BF16}
     assert fixed <= {*asked.kernel}  # the last file has all steps
+
+
+def test_caches_are_measured_by_steps_that_take_them(tmp_path, capsys) -> None:
+    """Of a family of decode: the problems of each file, and the steps measured on them."""
+    tool = load_tool("tools/benchmark/pt_bench.py")
+    assert measure_family.main(["decode_sync", str(tmp_path), "h200", "--list"]) == 0
+    problems, steps = {}, {}
+    for line in capsys.readouterr().out.splitlines():
+        asked = tool.parse_arguments(shlex.split(line)[2:])
+        name = Path(asked.json).name.removeprefix("decode_sync_").removesuffix("h200.json")
+        sizes = tool.asked_sizes(asked, DECODE)
+        problems[name.strip("_")] = [tool.measured_problem(asked, DECODE, n) for n in sizes]
+        steps[name.strip("_")] = {kernel.partition("_")[0] for kernel in asked.kernel}
+    usual = {"heads": 32, "kv_heads": 8}
+    assert {Decode(16, len_k=8192, **usual), Decode(64, len_k=2048, **usual)} <= {*problems[""]}
+    assert [(p.batch, p.len_k) for p in problems["alone"]] == [(1, 1024), (1, 8192), (1, 131072)]
+    groups = {f"group_{n}": n for n in (1, 8, 16)}
+    assert {k: p.heads // p.kv_heads for k in groups for p in problems[k]} == groups
+    pages = {f"pages_{n}": n for n in (1, 16, 64, 256)}
+    assert {k: p.page_size for k in pages for p in problems[k]} == pages
+    assert "c1" in steps[""] and not any({"c1", "c2"} & steps[k] for k in pages)
+    (uniform,), (lognormal,) = problems["uniform"], problems["lognormal"]
+    assert uniform.keys_read == lognormal.keys_read == 64 * 2000
+    assert (uniform.total_k, lognormal.total_k) == (None, 128000)
 
 
 def test_a_run_that_fails_ends_the_others(monkeypatch, tmp_path) -> None:

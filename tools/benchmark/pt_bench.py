@@ -60,8 +60,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = """\
 Time the kernels of one operation beside its libraries, in one process. Attention runs beside
 PyTorch's flash and cuDNN backends, and beside the packages flash_attn and fa3_fwd
-(FlashAttention-3) where they are installed. Softmax along rows runs beside PyTorch's softmax and a
-copy.
+(FlashAttention-3) where they are installed. Decode runs beside the same, as far as they take its
+caches, beside FlashInfer where it is installed, and beside a copy of as many bytes. Softmax along
+rows runs beside PyTorch's softmax and a copy.
 
 The kernels are timed first in bursts, between which the chip rests, then under sustained load,
 without a pause. Each sample is a CUDA graph whose launches rotate through several sets of inputs.
@@ -77,6 +78,9 @@ operations; for causal problems only the pairs of a query and a key that it sees
 rates, of a large matrix product and of mma.sync on registers, are measured too. For an H100 or H200
 the table also shows the share of the tensor cores' peak at the measured clock: TFLOP/s / (4096 FLOP
 per SM and cycle * SMs * SM clock).
+
+Decode: 32 heads on 8, and as many sequences as have 131072 keys together, 256 at most. GB/s count
+the keys that queries see, the queries and the outputs, each once.
 
 Softmax along rows: GB/s count each input read once and each output written once.
 """
@@ -97,6 +101,9 @@ examples:
   causal problems, then 32 heads of Q on 8 of K and V, each into a file of its own:
     python tools/benchmark/pt_bench.py --kernel h21 h24 --causal --json causal.json
     python tools/benchmark/pt_bench.py --kernel h24 --heads 32 --kv-heads 8 --json grouped.json
+  decode on a cache in pages of 16 keys, then on one sequence, in GB/s and microseconds:
+    python tools/benchmark/pt_bench.py --kernel decode_sync --page-size 16 --len-k 2048 8192
+    python tools/benchmark/pt_bench.py --kernel decode_sync --batch 1 --len-k 1024
   softmax along rows, in GB/s:
     python tools/benchmark/pt_bench.py --kernel softmax --width 1024 8192 --json rows.json
   one sequence at a time:

@@ -118,6 +118,7 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
     *before, own = with_parent(step)
     metric = metric_of(own.family)
     operation = own.family.operation
+    has_ceiling = operation.ceiling not in ("", operation.first)  # else a column has it already
     headers = [operation.size_title, *(f"{c.step.id}, {metric.unit}" for c in (*before, own))]
     if before:
         headers += ["change", "80% of the rounds", "verdict"]
@@ -130,11 +131,11 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
             cells += _change_cells(speedup(results, before[0], own, seq_len))
         length = "harmonic mean" if seq_len is None else str(seq_len)
         cells.append(percent(share(results, own, own.dtype.short, seq_len)))
-        if operation.ceiling:
+        if has_ceiling:
             place = (own.short_form(), operation.ceiling, own.dtype.short, seq_len)
             cells.append(percent(results.ratio(*place)))
         rows.append([length, *cells])
-    headers += [metric.heading, *([f"of {operation.ceiling}"] if operation.ceiling else [])]
+    headers += [metric.heading, *([f"of {operation.ceiling}"] if has_ceiling else [])]
     return Table(headers, rows, "lrrrrlrr"[: len(headers)] if before else "l").markdown()
 
 
@@ -153,7 +154,7 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
         f"{metric.short} is {metric.title} in the same process."
     )
     operation = FAMILIES[step.family].operation
-    if operation.ceiling:
+    if operation.ceiling not in ("", operation.first):
         note += f" {operation.ceiling} is {operation.libraries[operation.ceiling]}."
     changed = changed_names(results)
     if names := [c.step.id for c in with_parent(step) if c.short_form() in changed]:

@@ -187,8 +187,10 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
     if is_counted and results.provenance.tensor_peak is not None:
         shares["% of the tensor cores' peak at this clock"] = results.of_tensor_peak
     shares["% of the best of the others"] = results.of_best_other
+    in_microseconds = (dtype, load, "µs", results.microseconds, partial(number, digits=1))
     return [
         _length_table(results, dtype, load, unit(results), results.speed, number),
+        *([] if is_counted else [_length_table(results, *in_microseconds)]),
         *(
             _length_table(results, dtype, load, title, share, share_text)
             for title, share in shares.items()
@@ -254,7 +256,8 @@ def _kernel_labels(results: BenchmarkResults, dtype: str) -> dict[str, str]:
 def report_text(results: BenchmarkResults) -> str:
     """Tables for each dtype and load, then notes. The tables give the speed, its percent of the
     first library, of the measured rates of the chip, of the tensor cores' peak and of the fastest
-    library, and the fastest contender at each size."""
+    library, and the fastest contender at each size. An operation that is measured in bytes per
+    second has a table of times, too."""
     loads = [(dtype, load) for dtype in results.dtypes for load in results.loads]
     parts = [f"{t.text()}\n" for dtype, load in loads for t in _tables(results, dtype, load)]
     parts += [

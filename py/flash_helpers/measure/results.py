@@ -597,6 +597,14 @@ class BenchmarkResults(RecordFile):
         found = [m.speed for n in sizes if (m := self.find(name, dtype, n, load))]
         return statistics.harmonic_mean(found) if found and len(found) == len(sizes) else None
 
+    def microseconds(
+        self, name: str, dtype: str, size: Place | None = None, load: str | None = None
+    ) -> float | None:
+        """Median time of a contender's launch at one size; None for all sizes, which have no common
+        time, and if it was not measured."""
+        found = None if size is None else self.find(name, dtype, size, load)
+        return None if found is None else 1000 * found.median_ms
+
     def pairs(
         self, name: str, other: str, dtype: str, size: Place, load: str | None = None
     ) -> list[float]:

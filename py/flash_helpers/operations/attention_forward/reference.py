@@ -308,7 +308,7 @@ def attention_of(
     """Return o and lse of a problem in float64."""
     q, k, v = (inputs[name] for name in "qkv")
     options = options_of(problem, inputs)
-    o, lse = _without_keys(q, v, options["sinks"])
+    o, lse = without_keys(q, v, options["sinks"])
     for rows, keys in sequences_of(problem, inputs):
         o[:, rows], lse[:, :, rows] = _attention(
             q[:, rows], k[:, keys], v[:, keys], torch.float64, MAX_SCORES, **options
@@ -316,7 +316,7 @@ def attention_of(
     return o, lse
 
 
-def _without_keys(
+def without_keys(
     q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float64 results of queries that see no key."""
@@ -336,7 +336,7 @@ def reference(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> 
     options = options_of(problem, inputs)
     if not problem.sequences:
         return attention_reference(q, k, v, **options)
-    o, lse = _without_keys(q, v, options["sinks"])
+    o, lse = without_keys(q, v, options["sinks"])
     bounds: dict[str, OutputError] = dict.fromkeys(("o", "lse"), OutputError(0.0, 0.0))
     for rows, keys in sequences_of(problem, inputs):
         found = attention_reference(q[:, rows], k[:, keys], v[:, keys], **options)

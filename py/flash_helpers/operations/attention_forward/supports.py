@@ -125,17 +125,17 @@ class AttentionSupports:
 
     `dtype`: element type of Q, K, V and O. `d_heads`: head sizes of Q and K. `d_v`: head size of V
     and O, that of Q and K if None. `blocks`: numbers of which the lengths of queries and keys must
-    be multiples, by name; empty if any length is taken. `alignment`: bytes; tensors begin at
-    multiples of it, and all strides but the last are multiples of it. `max_row_stride`,
-    `max_stride`: largest stride in elements of the sequence, and of heads and batches. `max_tiles`:
-    most tiles of B_r queries of one head, where one dimension of the grid has them all.
-    `max_length`: most queries and most keys. `B_r`, `B_c`: rows per tile of queries and of keys.
-    `causal`: whether the kernel takes causal problems, and no others. `abilities`: the ABILITIES
-    that it has. `exact`: those of them, WINDOW, SOFTCAP or VARLEN, that are compiled in, so that
-    the kernel takes problems that need them and no others.
+    be multiples, by name; empty if any length is taken. `alignment`: bytes; the tensors `of_heads`
+    begin at multiples of it, and all their strides but the last are multiples of it. The others
+    begin at any element. `max_row_stride`, `max_stride`: largest stride in elements of the
+    sequence, and of heads and batches. `max_tiles`: most tiles of B_r queries of one head, where
+    one dimension of the grid has them all. `max_length`: most queries and most keys. `B_r`, `B_c`:
+    rows per tile of queries and of keys. `causal`: whether the kernel takes causal problems, and no
+    others. `abilities`: the ABILITIES that it has. `exact`: those of them, WINDOW, SOFTCAP or
+    VARLEN, that are compiled in, so that the kernel takes problems that need them and no others.
 
     `problems`: class of the problems. `of_heads`: names of the tensors (batch, seq, heads, d_head),
-    which are copied in whole chunks of elements.
+    which are copied in whole chunks of elements. Kernels read and write the others by elements.
     """
 
     problems: ClassVar[type[AttentionForward]] = AttentionForward
@@ -284,6 +284,10 @@ class AttentionSupports:
                 f"the limit {self.max_tiles} of a CUDA grid: split the call by batches"
             )
         return ""
+
+    def alignment_of(self, tensor: Tensor) -> int:
+        """Return the alignment of a tensor's address in bytes."""
+        return self.alignment if tensor.name in self.of_heads else tensor.element.bytes
 
     def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
         """Return the reason why a tensor cannot have these strides, with the way out; "" if it can.

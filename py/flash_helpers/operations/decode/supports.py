@@ -1,0 +1,131 @@
+"""The problems of decode that a kernel takes. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flash_helpers import gpu
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import (
+    GROUPED_HEADS,
+    RETURN_LSE,
+    SINKS,
+    SOFTCAP,
+    SOFTMAX_SCALE,
+    TWO_LENGTHS,
+    WINDOW,
+    AttentionSupports,
+)
+from flash_helpers.operations.decode.problem import Decode
+
+PAGES = "pages"
+# What every kernel of the operation takes.
+ALWAYS = frozenset({GROUPED_HEADS, RETURN_LSE, SINKS, SOFTCAP, SOFTMAX_SCALE, TWO_LENGTHS, WINDOW})
+
+
+@dataclass(frozen=True)
+class DecodeSupports(AttentionSupports):
+    """Problems of decode, with the fields of `AttentionSupports`.
+
+    B_r: queries and heads that share keys, in one tile. B_c: keys of a block. `pages`: whether the
+    kernel takes a cache in pages.
+    """
+
+    problems: ClassVar[type[AttentionForward]] = Decode
+    of_heads: ClassVar[frozenset[str]] = frozenset("qkvo")
+
+    pages: bool = False
+    max_batch: int = gpu.MAX_GRID[0]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """None: all options come with the call."""
+        return {}
+
+    def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
+        """Return the head sizes of a problem that the kernel is not built for, and pages; options
+        come with the call."""
+        found = self._other_sizes(problem)
+        if isinstance(problem, Decode) and problem.page_size and not self.pages:
+            found[PAGES] = (
+                f"page_size {problem.page_size}",
+                "choose a step that takes pages, or gather the pages of each sequence",
+            )
+        return found
+
+    def tiles(self, problem: Decode) -> int:
+        """Return the tiles of queries of all heads of K, for one sequence."""
+        per_head = -(-problem.len_q * (problem.heads // problem.kv_heads) // self.B_r)
+        return problem.kv_heads * per_head
+
+    def refusal(self, problem: AttentionForward, kernel: str) -> str:
+        """Return what `AttentionSupports.refusal` does, and the limits of a grid."""
+        assert isinstance(problem, Decode)
+        if reason := super().refusal(problem, kernel):
+            return reason
+        if problem.batch > self.max_batch:
+            return (
+                f"batch {problem.batch} is over the limit {self.max_batch} of a CUDA grid: split "
+                "the call by sequences"
+            )
+        if (tiles := self.tiles(problem)) > self.max_heads:
+            return (
+                f"len_q {problem.len_q} with heads {problem.heads} on {problem.kv_heads} has "
+                f"{tiles} tiles of queries, over the limit {self.max_heads} of a CUDA grid: split "
+                "the call by heads"
+            )
+        return ""
+
+    def described(self) -> dict[str, str]:
+        """Return what `AttentionSupports.described` does, and pages."""
+        found = super().described()
+        found["options"] = ", ".join(
+            ["causal, cache_seqlens, cache_batch_idx", found["options"]] + [PAGES] * self.pages
+        )
+        return found
+
+    def corners(self) -> Iterator[Decode]:
+        """Yield small problems at the edges of the declaration.
+
+        One key; a block, and one key more or less; lengths that differ, with none and with all;
+        each option, and all of them. Tiles of queries that are not full, and several. Windows
+        within a block and over one. A cache that sequences share; one that kernels may cut; pages
+        of one key, of a few, of a block.
+        """
+        B_c, B_r = self.B_c, self.B_r
+        rows = B_r // 2 + 1  # queries of one head that do not fill a tile
+        of_size = {"d_head": self.d_heads[0], "dtype": self.dtype}
+
+        def make(batch: int, heads: int, len_k: int, **options: Any) -> Decode:
+            return Decode(batch, heads, len_k=len_k, **{"kv_heads": 1, **of_size, **options})
+
+        yield make(1, 1, 1)
+        yield make(1, 2, B_c)
+        yield make(1, 1, 3 * B_c + 1)
+        yield make(2, 6, B_c - 1, kv_heads=2, softmax_scale=0.2, return_lse=True)
+        yield make(5, 3, 2 * B_c + 1, total_k=5 * B_c, return_lse=True)
+        yield make(4, 2, 2 * B_c, total_k=3 * B_c, caches=3, return_lse=True)
+        for option in ({"softcap": 1.0}, {"sinks": True}):
+            yield make(3, 4, B_c + 1, kv_heads=2, total_k=B_c + 3, return_lse=True, **option)
+        for left, right in ((0, None), (3, 1), (B_c + 1, None), (None, 1)):
+            window = {"window_left": left, "window_right": right}
+            yield make(1, 2, 3 * B_c, len_q=3, **window)
+        yield make(2, 2, 2 * B_c, len_q=rows, causal=True, total_k=B_c + 2, return_lse=True)
+        yield make(3, 2, 8 * B_c + 5, total_k=8 * B_c + 65, return_lse=True)  # several pieces
+        yield make(1, 2 * B_r, B_c + 1, kv_heads=2, len_q=2, causal=True)
+        yield make(
+            *(3, 6, 3 * B_c), kv_heads=2, len_q=3, causal=True, window_left=B_c, total_k=4 * B_c,
+            softcap=2.0, sinks=True, softmax_scale=0.3, return_lse=True,
+        )  # fmt: skip
+        if not self.pages:
+            return
+        for page_size in (1, 3, 16, B_c):
+            room = page_size * -(-(2 * B_c + 1) // page_size)
+            yield make(
+                *(3, 4, room), kv_heads=2, page_size=page_size, total_k=2 * B_c + 5,
+                pages=4 * -(-room // page_size), window_left=B_c, return_lse=True,
+            )  # fmt: skip
+        # more queries than keys, so that the first stand far before them, in room for pieces
+        yield make(1, 1, 8 * B_c, len_q=300, causal=True, page_size=B_c, total_k=3, return_lse=True)
