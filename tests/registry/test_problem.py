@@ -203,7 +203,7 @@ class TestRecord:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"operation": "decode"}, "a record of operation 'decode' is none of attention_for"),
+            ({"operation": "sorting"}, "a record of operation 'sorting' is none of attention_for"),
             ({"operation": None}, "a record of operation None is none of attention_forward"),
             ({"rows": 1}, r"attention_forward has no fields \['rows'\]: it has \['batch', "),
             ({"batch": "2"}, "batch '2' is no int"),
@@ -229,5 +229,5 @@ class TestRecord:
 
     def test_of_any_operation_is_found_by_its_name(self):
         assert problem_from_record(GENERAL.record()) == GENERAL
-        with pytest.raises(ValueError, match="operation 'decode' is not one of attention_forward"):
-            problem_from_record({"operation": "decode"})
+        with pytest.raises(ValueError, match="operation 'sorting' is not one of attention_forward"):
+            problem_from_record({"operation": "sorting"})

@@ -99,7 +99,10 @@ class TestTwoOperations:
     def test_say_whose_they_are(self):
         text = " ".join(parser().format_help().split())
         assert f"--factor X of the squares ({TOY.name})" in text
-        assert f"--sinks one more logit per head, which adds nothing to the output ({OWN})" in text
+        assert (
+            f"--sinks one more logit per head, which adds nothing to the output ({OWN}, decode)"
+            in text
+        )
 
     def test_of_the_other_change_no_problem(self):
         asked = asked_problem(read("--factor", "2", "--batch", "3"), SquaresBackwards(5))

@@ -1,0 +1,426 @@
+"""The decode family: few queries on a cache with TMA and `wgmma`, for compute capability 9.0.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers import gpu
+from flash_helpers.gpu import Device
+from flash_helpers.operations.decode import OPERATION
+from flash_helpers.operations.decode.problem import Decode
+from flash_helpers.operations.decode.supports import ALWAYS, DecodeSupports
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    STRIDES,
+    TENSOR_MAP,
+    Address,
+    Buffer,
+    Call,
+    Launch,
+    StructLayout,
+    TensorMap,
+)
+from flash_helpers.registry.config import Config, element, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
+from flash_helpers.registry.problem import Element, Strides
+from flash_helpers.registry.wgmma import (
+    BARRIER_BYTES,
+    CHUNK_BYTES,
+    MAX_STRIDE,
+    PRODUCER,
+    PROGRAMMATIC,
+    TARGET,
+    WARPGROUP,
+    WGMMA_K,
+    WGMMA_M,
+    tensor_map,
+)
+
+MAX_LENGTH = 2**29  # of the cache: sums of two lengths and a bound of the window are an int
+DECODE, COMBINE = "decode_kernel", "combine_kernel"
+
+PARTS = "parts"  # the buffer of m, l and O in float32 of each piece of each tile
+LEAST_PIECE = 128  # keys
+GROUPS = 4  # warpgroups that add up the parts of a tile, where shares are equal
+MOST_TURNS = 4  # of thread blocks that an SM takes, until pieces leave few SMs idle
+LEAST_BUSY = (17, 20)  # of the SMs in all turns
+
+# Traits of steps.
+PAGED = "paged"  # the cache may lie in pages
+PIECES = "pieces"  # of a sequence's keys have thread blocks of their own
+SHARES = "shares"  # of all sequences' keys, one for each SM
+TENSOR_CORES = "tensor_cores"  # TMA puts tiles into shared memory, where wgmma finds them
+
+_POINTERS = MappingProxyType({"Q": "q", "K_gmem": "k", "V_gmem": "v", "O": "o"})
+_STRIDES = MappingProxyType({f"{name.upper()}_strides": name for name in "qkvo"})
+_MAPS = MappingProxyType({"K": "k", "V": "v"})
+_GIVEN = ("lse", "sinks", "cache_seqlens", "cache_batch_idx", "block_table")
+
+ARGUMENTS = StructLayout(
+    "DecodeKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys(_MAPS, TENSOR_MAP),
+            **dict.fromkeys(_POINTERS, POINTER),
+            **dict.fromkeys(_STRIDES, STRIDES),
+            **dict.fromkeys(_GIVEN[:-1], POINTER),
+            **dict.fromkeys(("len_q", "len_k", "kv_heads", "heads_per_kv"), INT),
+            **dict.fromkeys(("scale", "scale_in_cap"), FLOAT),
+            **dict.fromkeys(("window_left", "window_right"), INT),
+            "block_table": POINTER,
+            **dict.fromkeys(("table_blocks", "page_size", "pages", "box", "pieces"), INT),
+            PARTS: POINTER,
+            "batch": INT,
+        }
+    ),
+)
+
+
+@dataclass(frozen=True)
+class DecodeKernelConfig(Config):
+    """A kernel of the decode family.
+
+    `B_r`: queries and heads of a tile, which share keys. `B_c`: keys of a block of K and V.
+    `slots`: blocks of K and V in shared memory. `warpgroups`: those that compute, each with blocks
+    of its own.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    example: ClassVar[str] = "d1_bf16_d128_Br4_Bc64"
+
+    decode: int = number("d", "the step")
+    dtype: Element = element()
+    d_head: int = number("d")
+    B_r: int = number("Br", "queries and heads of a tile, which share keys")
+    B_c: int = number("Bc", "keys of a block of K and V")
+    slots: int = number("sl", "blocks of K and V in shared memory", default=1)
+    warpgroups: int = number("wg", "warpgroups that compute", default=1)
+
+    @property
+    def family(self) -> Family[Any]:
+        """The decode family."""
+        return DECODE_FAMILY
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block."""
+        return self.warpgroups * WARPGROUP + (PRODUCER in self.step.traits) * gpu.WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block in bytes: in the first step the sums of the streams,
+        with m and l; later the tiles, in whose place these come, 16 bytes per row that the warps
+        of a warpgroup exchange, and barriers."""
+        if TENSOR_CORES not in self.step.traits:
+            streams = self.n_threads * CHUNK_BYTES // ELEMENT_BYTES // self.d_head
+            return streams * self.B_r * (self.d_head + 2) * FLOAT.size
+        tiles = (2 * self.slots * self.B_c + self.B_r) * self.d_head
+        of_warpgroup = self.B_r * (self.B_c * ELEMENT_BYTES + CHUNK_BYTES)
+        return tiles * ELEMENT_BYTES + self.warpgroups * of_warpgroup + BARRIER_BYTES
+
+    def variants(self) -> tuple[DecodeKernelConfig, ...]:
+        """Return the config, and those of the other head sizes."""
+        return _variants(self)
+
+    def of_size(self, d_head: int) -> DecodeKernelConfig:
+        """Return the config with another head size, and as many bytes of K and V."""
+        slots = max(1, self.slots * self.d_head // d_head) if self.slots > 1 else 1
+        return self.replace(d_head=d_head, slots=slots)
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        if TENSOR_CORES not in self.step.traits:
+            return
+        for name, known in (("d_head", HEAD_SIZES), ("B_r", TILE_ROWS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is not built: choose one of "
+                    f"{', '.join(map(str, known))}"
+                )
+        if not 1 <= self.warpgroups <= 2:
+            raise ValueError(f"warpgroups {self.warpgroups} is not 1 or 2: choose one of these")
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots {self.slots} is not from 1 to {MAX_SLOTS}: choose 6")
+        limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
+        if self.smem_bytes > limit:
+            raise ValueError(
+                f"{self.slots} slots and B_r {self.B_r} need {self.smem_bytes} bytes of shared "
+                f"memory at d_head {self.d_head}, over the limit {limit}: lower one of them"
+            )
+
+    @property
+    def supports(self) -> DecodeSupports:
+        """Caches of any lengths, with one head size."""
+        return DecodeSupports(
+            dtype=self.dtype,
+            d_heads=(self.d_head,),
+            blocks=MappingProxyType({}),
+            alignment=CHUNK_BYTES,
+            max_row_stride=MAX_STRIDE,
+            max_stride=MAX_STRIDE,
+            max_length=MAX_LENGTH,
+            B_r=self.B_r,
+            B_c=self.B_c,
+            abilities=ALWAYS,
+            pages=PAGED in self.step.traits,
+        )
+
+    def _values(self, problem: Decode, strides: Strides) -> dict[str, tuple[float, ...]]:
+        """Return the members of the arguments that are neither addresses nor tensor maps."""
+        scale = problem.softcap or problem.softmax_scale
+        left = problem.window_left
+        right = 0 if problem.causal else problem.window_right
+        return {
+            **{member: strides[name][:3] for member, name in _STRIDES.items()},
+            "len_q": (problem.len_q,),
+            "len_k": (problem.len_k,),
+            "kv_heads": (problem.kv_heads,),
+            "heads_per_kv": (problem.heads // problem.kv_heads,),
+            "scale": (scale * math.log2(math.e),),
+            "scale_in_cap": (problem.softmax_scale / scale if problem.softcap else 0.0,),
+            "window_left": (problem.len_k if left is None else left,),
+            "window_right": (problem.len_q if right is None else right,),
+            "table_blocks": (problem.blocks,),
+            "page_size": (problem.page_size,),
+            "pages": (problem.kv_shape[0],),
+            "box": (self._box_keys(problem),),
+            "batch": (problem.batch,),
+        }
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """decode_kernel, and with pieces combine_kernel."""
+        return (DECODE, COMBINE) if PIECES in self.step.traits else (DECODE,)
+
+    def block(self, kernel: str) -> tuple[int, int]:
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
+        if kernel == COMBINE:
+            return WARPGROUP * (GROUPS if SHARES in self.step.traits else 1), 0
+        return self.n_threads, self.smem_bytes
+
+    def pieces(self, problem: Decode, device: Device) -> int:
+        """Return the pieces of the keys of a tile: as many as the SMs take in one turn, or in as
+        few turns as keep LEAST_BUSY of them busy; of LEAST_PIECE keys or more if a sequence has as
+        many as it may."""
+        if PIECES not in self.step.traits or SHARES in self.step.traits:
+            return 1
+        tiles = problem.batch * self.supports.tiles(problem)
+        busy, of_all = LEAST_BUSY
+        for turns in range(1, MOST_TURNS + 1):
+            room = turns * device.sms
+            if of_all * (room % tiles) <= (of_all - busy) * room:
+                break
+        most = min(-(-problem.len_k // LEAST_PIECE), gpu.MAX_GRID[2])
+        return max(1, min(room // tiles, most))
+
+    def _units(self, problem: Decode) -> int:
+        """Return the blocks of keys of all tiles, if each sequence has all keys there is room for;
+        one for a sequence without keys."""
+        blocks = max(1, -(-problem.len_k // self.B_c))
+        return problem.batch * self.supports.tiles(problem) * blocks
+
+    def shares(self, problem: Decode, device: Device) -> int:
+        """Return the thread blocks that have an equal share of the work each: as many as an SM has
+        shared memory for."""
+        limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
+        reserved = gpu.RESERVED_SMEM_BYTES
+        per_sm = (limit + reserved) // (self.smem_bytes + reserved)
+        return min(device.sms * per_sm, self._units(problem))
+
+    def _box_keys(self, problem: Decode) -> int:
+        """Return the keys that TMA copies at once: as many as divide a block and a page."""
+        size = self.B_c
+        while problem.page_size and size > 1 and problem.page_size % size:
+            size //= 2
+        return size
+
+    def _tensor_map(self, name: str, problem: Decode, strides: Strides) -> TensorMap:
+        """Return the boxes of K or V: blocks of keys, or as many keys as divide a page, in one
+        piece of their columns. L2 gets the 128 bytes of a row of a box at once: with 256 the
+        second piece would be there already, and a stream of K and V takes 5% longer."""
+        rows, pieces = self._box_keys(problem), 1 if PAGED in self.step.traits else None
+        return replace(tensor_map(name, problem, strides[name], rows, pieces), l2_promotion=128)
+
+    def call(self, problem: Decode, strides: Strides, device: Device) -> Call:
+        """Return the launch, with one block per sequence, head of K, tile of queries and piece; and
+        the one that adds up several pieces."""
+        given = {tensor.name for tensor in (*problem.inputs, *problem.outputs)}
+        names = {**_POINTERS, **{name: name for name in _GIVEN if name in given}}
+        pieces = self.pieces(problem, device)
+        functions: tuple[str, ...] = (DECODE,)
+        buffers: tuple[Buffer, ...] = ()
+        tiles = self.supports.tiles(problem)
+        grid, parts = (problem.batch, tiles, pieces), pieces * tiles * problem.batch
+        shares = SHARES in self.step.traits
+        if shares:
+            grid = (self.shares(problem, device), 1, 1)
+            parts = grid[0] + tiles * problem.batch
+        if shares or pieces > 1:
+            functions = self.functions
+            part = self.B_r * (self.d_head + 2) * FLOAT.size
+            names[PARTS] = PARTS
+            buffers = (Buffer(PARTS, parts * part, zeroed=False),)
+        launches = tuple(
+            Launch(
+                kernel=self.kernels[function],
+                grid=grid if function == DECODE else (*grid[:2], 1),
+                block=self.block(function)[0],
+                shared_bytes=self.block(function)[1],
+                layout=ARGUMENTS,
+                values=self._values(problem, strides) | {"pieces": (pieces,)},
+                addresses=tuple(
+                    Address(ARGUMENTS.offset(member), name) for member, name in names.items()
+                ),
+                tensor_maps=tuple(
+                    (ARGUMENTS.offset(member), self._tensor_map(name, problem, strides))
+                    for member, name in _MAPS.items()
+                ),
+                programmatic=function == COMBINE or PROGRAMMATIC in self.step.traits,
+            )
+            for function in functions
+        )
+        return Call(launches, buffers)
+
+    def work(self, problem: Decode, device: Device) -> float:
+        """Return the keys that thread blocks read, in whole blocks, as many on each SM as on the
+        busiest."""
+        if SHARES in self.step.traits:
+            return -(-self._units(problem) // device.sms) * device.sms * self.B_c
+        pieces = self.pieces(problem, device)
+        blocks = problem.batch * self.supports.tiles(problem) * pieces
+        keys = -(-problem.len_k // (self.B_c * pieces)) * self.B_c
+        return -(-blocks // device.sms) * device.sms * keys
+
+    def most_runs(self, problem: Decode, device: Device) -> int:
+        """Return twice the blocks of keys, and as much as the loops before and behind them take."""
+        outputs = self.B_r * self.d_head * ELEMENT_BYTES // CHUNK_BYTES // self.n_threads
+        pieces, blocks = self.pieces(problem, device), -(-problem.len_k // self.B_c)
+        if SHARES in self.step.traits:
+            pieces = self.shares(problem, device)
+            blocks = self._units(problem) // pieces + problem.batch
+        return 2 * (blocks + outputs * (pieces + 1) + 8)
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of keys, and the tensor instructions of a warp for both of its products."""
+        if TENSOR_CORES not in self.step.traits:
+            return "block of K and V", 0
+        tiles = self.d_head // WGMMA_M
+        return "block of K and V", self.d_head // WGMMA_K + tiles * (WGMMA_M // WGMMA_K)
+
+    def loop_runs(self, size: int) -> int:
+        """Return the number of blocks of so many keys."""
+        return -(-size // self.B_c)
+
+
+HEAD_SIZES = (64, 128, 256)
+TILE_ROWS = (8, 16, 32, 64)  # N of the wgmma that src/include/sm90/wgmma_narrow.cuh has names for
+
+MAX_SLOTS = BARRIER_BYTES // 16  # two mbarriers each
+
+_BASE: Mapping[str, Any] = MappingProxyType(
+    {"d_head": 128, "B_r": 4, "B_c": 64, "slots": 1, "warpgroups": 1}
+)
+
+
+@functools.cache  # a choice asks for them at each call
+def _variants(own: DecodeKernelConfig) -> tuple[DecodeKernelConfig, ...]:
+    if "d_head" not in own.step.tunable:
+        return (own,)
+    return (own, *(own.of_size(size) for size in HEAD_SIZES if size != own.d_head))
+
+
+def listed_variants() -> list[DecodeKernelConfig]:
+    """Return the last step's configs of the other head sizes, each in one dtype and with other
+    rows."""
+    *_, last = DECODE_FAMILY.steps.values()
+    own = DECODE_FAMILY.fixed_config(last, Element.BF16)
+    sizes = [own.of_size(size) for size in HEAD_SIZES if size != own.d_head]
+    rows = TILE_ROWS[1:]
+    return [config.replace(dtype=DTYPES[n % 2], B_r=rows[n]) for n, config in enumerate(sizes)]
+
+
+def _file(number: int) -> str:
+    return f"kernels/decode/d{number}.cuh"
+
+
+DECODE_FAMILY = Family(
+    name="decode",
+    operation=OPERATION,
+    title="few queries on a cache of keys, on Hopper's own units",
+    prefix="d",
+    rank=10,
+    config=DecodeKernelConfig,
+    base=_BASE,
+    entries=(
+        StepEntry(
+            "cuda_cores",
+            "a thread block per sequence and head of K; 16 bytes per load, products in fp32",
+            _file(1),
+            parent="c1",
+        ),
+        StepEntry(
+            "few_columns",
+            "wgmma with the queries of a group as its few columns: S^T = K @ Q^T, O^T = V^T @ P^T",
+            _file(2),
+            sets={"B_r": 8},
+            opens={"d_head": (128,), "B_r": TILE_ROWS},
+            traits=frozenset({TENSOR_CORES}),
+        ),
+        StepEntry(
+            "ring",
+            "a warp loads K and V into a ring of slots, as many as shared memory has room for",
+            _file(3),
+            sets={"slots": 6},
+            opens={"slots": (2, 3, 6), "warpgroups": (1, 2)},
+            traits=frozenset({PRODUCER}),
+        ),
+        StepEntry(
+            "pages",
+            "the cache in pages of any size, which TMA copies in boxes that divide a page",
+            _file(4),
+            traits=frozenset({PAGED}),
+        ),
+        StepEntry(
+            "pieces",
+            "pieces of a sequence's keys have thread blocks, which a second kernel adds up",
+            _file(5),
+            traits=frozenset({PIECES}),
+        ),
+        StepEntry(
+            "shares",
+            "equal shares of all sequences' keys for the SMs, planned on the device",
+            _file(6),
+            sets={"slots": 3},
+            opens={"warpgroups": (1,)},
+            traits=frozenset({SHARES}),
+        ),
+        StepEntry(
+            "programmatic_launches",
+            "a call begins while the one before ends, and waits for it on the device",
+            _file(7),
+            traits=frozenset({PROGRAMMATIC}),
+        ),
+    ),
+    targets=(TARGET,),
+    kernels=MappingProxyType(dict.fromkeys((DECODE, COMBINE), ARGUMENTS)),
+    header=PurePosixPath("kernels/decode/arguments.cuh"),
+    dtypes=DTYPES,
+    computing=frozenset(),
+    simulated_budget=2_000_000,
+    matrix_budget=10_000_000,
+    also_listed=listed_variants,
+)

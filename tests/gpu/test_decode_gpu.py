@@ -1,0 +1,141 @@
+"""Decode on a GPU: every kernel beside float64 at its corners and on random caches, whose
+neighbours in memory are NaN; in a graph, on one stream and on two."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_problems import each, where_it_runs
+from random_caches import (
+    Cache,
+    Placed,
+    computed,
+    drawn,
+    faults,
+    faults_of,
+    last_configs,
+    place_all,
+    wrong_outputs,
+)
+from tiers import committed, matrix_mark
+
+from flash_helpers.kernel_configs import FAMILIES, Config
+from flash_helpers.operations.decode import OPERATION
+from flash_helpers.operations.decode.inputs import draw
+from flash_helpers.operations.decode.problem import Decode
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = committed(OPERATION)
+DECODING = [family for family in FAMILIES.values() if family.operation is OPERATION]
+KEYS = 3000  # room of a sequence in a random cache at most; a few have five times as many
+FEW, MANY = 60, 2000
+RANDOM = [
+    pytest.param(
+        configs,
+        count,
+        marks=[where_it_runs(configs[0]), *marks],
+        id=f"{configs[0].family.name} {count}",
+    )
+    for configs in map(last_configs, DECODING)
+    for count, marks in ((FEW, []), (MANY, [matrix_mark(configs[0])]))
+]
+
+
+def usual(config: Config, batch: int, len_k: int, **options: object) -> Decode:
+    """Sequences of various lengths with 8 heads on 2; in pages of 16 if the kernel takes them."""
+    sizes = {"kv_heads": 2, "d_head": config.supports.d_heads[0], "dtype": config.dtype}
+    page_size = 16 * config.supports.pages
+    return Decode(batch, 8, len_k=len_k, page_size=page_size, return_lse=True, **sizes, **options)
+
+
+def check(config: Config, problem: Decode, device: torch.device, kind: str = "normal") -> None:
+    assert faults_of(Cache(problem, kind, {}, seed=0), config, device) == []
+
+
+@each(CONFIGS)
+def test_every_kernel_is_right_at_the_corners_that_it_declares(config, cuda_device) -> None:
+    for corner in config.supports.corners():
+        check(config, corner, cuda_device)
+
+
+@each(CONFIGS, once=True)
+def test_every_kernel_is_right_where_each_sm_has_many_blocks(config, cuda_device) -> None:
+    check(config, usual(config, 300, 2048, total_k=300 * 500), cuda_device)
+
+
+@each(CONFIGS, once=True)
+def test_every_kernel_is_right_for_one_long_sequence(config, cuda_device) -> None:
+    check(config, usual(config, 1, 131072), cuda_device)
+
+
+@each(CONFIGS)
+@pytest.mark.parametrize("distribution", OPERATION.distributions)
+def test_every_kernel_is_right_on_keys_of_all_distributions(
+    config, distribution, cuda_device
+) -> None:
+    check(config, usual(config, 3, 1008, total_k=1500), cuda_device, distribution)
+
+
+@pytest.mark.parametrize(("configs", "count"), RANDOM)
+def test_random_caches_are_right(configs, count, cuda_device) -> None:
+    first = secrets.randbelow(2**31)
+    if found := faults(range(first, first + count), configs, KEYS, cuda_device):
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+def wrong(
+    cache: Cache, given: Mapping[str, torch.Tensor], places: Mapping[str, Placed]
+) -> list[str]:
+    return wrong_outputs(cache.problem, given, {name: x.tensor for name, x in places.items()})
+
+
+@each(CONFIGS, once=True)
+def test_a_graph_follows_the_lengths_and_the_pages_of_each_replay(config, cuda_device) -> None:
+    problem = usual(config, 4, 1008, total_k=1500)
+    totals = (1500, 0, 4 * 1008, 700)
+    tensors = {
+        name: place.tensor
+        for name, place in place_all(Cache(problem, "normal", {}, 0), {}, cuda_device).items()
+    }
+    for name in ("cache_seqlens", "block_table"):
+        if name in tensors:
+            tensors[name].zero_()
+    computed(config, problem, tensors)  # whatever has to be compiled and loaded is
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        computed(config, problem, tensors)
+    for seed, total in enumerate((*totals, *totals)):
+        own = replace(problem, total_k=total)
+        given = draw("normal", own, cuda_device, seed)
+        for name, values in given.items():
+            tensors[name].copy_(values)
+        for x in own.outputs:
+            tensors[x.name].fill_(torch.nan)
+        graph.replay()
+        assert wrong_outputs(own, given, tensors) == []
+
+
+@pytest.mark.parametrize("n_streams", [1, 2])
+@each(CONFIGS, once=True)
+def test_calls_that_follow_one_another_do_not_disturb_one_another(
+    config, n_streams, cuda_device
+) -> None:
+    caches = [drawn(seed, config, KEYS) for seed in range(12)]
+    inputs = [draw("normal", cache.problem, cuda_device, cache.seed) for cache in caches]
+    places = [
+        place_all(cache, given, cuda_device) for cache, given in zip(caches, inputs, strict=True)
+    ]
+    streams = [torch.cuda.Stream(cuda_device) for _ in range(n_streams)]
+    torch.cuda.synchronize()
+    for n, (cache, own) in enumerate(3 * [*zip(caches, places, strict=True)]):
+        tensors = {name: x.tensor for name, x in own.items()}
+        with torch.cuda.stream(streams[n % n_streams]):
+            computed(config, cache.problem, tensors)
+    torch.cuda.synchronize()
+    for cache, given, own in zip(caches, inputs, places, strict=True):
+        assert wrong(cache, given, own) == [], str(cache)
