@@ -19,7 +19,8 @@ if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     # On the way to __main__, which needs none of these imports and imports torch later.
     import flash_helpers.console.quiet_start  # noqa: F401
 else:
-    from flash_attention import flash_attn, flash_attn_3
+    from flash_attention import flash_attn, flash_attn_3, flashinfer
+    from flash_attention._decode import decode
     from flash_attention._forward import (
         attention,
         forward,
@@ -38,8 +39,10 @@ __all__ = [
     "__version__",
     "attention",
     "best_config",
+    "decode",
     "flash_attn",
     "flash_attn_3",
+    "flashinfer",
     "forward",
     "forward_timed",
     "kernels",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,6 +41,9 @@ _WITH_LSE = (*_QKVO, "lse")
 _ALL_KEYS = (-1, -1)  # a window without bounds
 _NO_SOFTCAP = 0.0
 _NO_OPTIONS = (None, None, _NO_SOFTCAP)  # no bound before a query and behind it, no softcap
+# Finds the config for what was asked and these tensors, with memory or without.
+_Choose: TypeAlias = "Callable[[_Asked, Mapping[str, Laid]], Config]"
+_Asked: TypeAlias = "tuple[object, tuple[tuple[str, Any], ...]]"
 _MOST_KEYS = 2**62  # over any length, and within what an operator takes
 
 
@@ -112,7 +115,7 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
     return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
 
 
-def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[str, Laid]) -> Config:
+def _choose(asked: _Asked, given: Mapping[str, Laid]) -> Config:
     """Return the config that attention() uses. asked: None, and the options.
 
     Raises ValueError, with a way out, if no kernel computes the problem.
@@ -172,16 +175,23 @@ def _simulated_text(problem: AttentionForward) -> str:
     )
 
 
-def _check_fake(cfg: str | None, given: Mapping[str, Laid], **options: Any) -> None:
-    """Raises what a call raises for tensors without memory. cfg: None for attention()."""
+def _check_fake(
+    cfg: str | None,
+    given: Mapping[str, Laid],
+    kind: type[Problem] = AttentionForward,
+    choose: _Choose = _choose,
+    **options: Any,
+) -> None:
+    """Raises what a call raises for tensors without memory. cfg: None for attention(), and for
+    other operators that take none."""
     config = None
     if cfg is not None:
         _config(cfg)
         config = resolve(cfg)
-    if constant_call(AttentionForward, config, given, **options) is not None:
+    if constant_call(kind, config, given, **options) is not None:
         return
     if config is None:
-        config = _choose((None, tuple(options.items())), given)
+        config = choose((None, tuple(options.items())), given)
     else:
         check_problem(config, given, **options)
     compile_while_tracing(config, given["q"].device)
@@ -241,10 +251,15 @@ def _attention_gradient(
     return differentiable(_ANY_ATTENTION, keys, (q, k, v, None, *options), tensors, options)
 
 
-def _define_with_options(schema: str) -> Callable:
+def _define_with_options(
+    schema: str, kind: type[AttentionForward] = AttentionForward, choose: _Choose = _choose
+) -> Callable:
     """Define an operator that takes every option, by the names of its arguments. Operators without
     windows, softcap, sinks and `deterministic`, which only the gradients read, have functions of
-    their own, since each argument takes time."""
+    their own, since each argument takes time.
+
+    kind: problem class of the operation. choose: finds the config where the schema has none.
+    """
     before, _, after = schema.partition(" -> ")
     names = [argument.split()[-1] for argument in before.partition("(")[2][:-1].split(",")]
 
@@ -253,7 +268,7 @@ def _define_with_options(schema: str) -> Callable:
         and the options."""
         given = dict(zip(names, args, strict=True))
         given |= {"lse": _new_lse(given["q"])} if "," in after else {}
-        tensors = {name: given.pop(name, None) for name in _NAMES}
+        tensors = {name: given.pop(name, None) for name in kind.axes}
         cfg = given.pop("cfg", None)
         given.pop("deterministic", None)
         return cfg, {n: x for n, x in tensors.items() if x is not None or n == "o"}, given
@@ -266,8 +281,12 @@ def _define_with_options(schema: str) -> Callable:
     def function(*args: Any) -> Any:
         cfg, tensors, options = call(args)
         asked = cfg, tuple(options.items())
-        kind, choose = (AttentionForward, [_choose]) if cfg is None else (_config(cfg), [])
-        found = compute(kind, asked, tuple(tensors), tuple(tensors.values()), *choose)
+        given = tuple(tensors), tuple(tensors.values())
+        found = (
+            compute(kind, asked, *given, choose)
+            if cfg is None
+            else compute(_config(cfg), asked, *given)
+        )
         if after == "()":
             _overwritten(tensors["o"], tensors.get("lse"))
         return results(dict(zip(tensors, found, strict=True)))
@@ -275,7 +294,7 @@ def _define_with_options(schema: str) -> Callable:
     def fake(*args: Any) -> Any:
         cfg, tensors, options = call(args)
         given = {name: x for name, x in tensors.items() if x is not None}
-        _check_fake(cfg, given, **options)
+        _check_fake(cfg, given, kind, choose, **options)
         return results({"o": _new_output(given["q"], given["v"]), **given})
 
     def gradient(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -432,7 +451,7 @@ def forward(
     q, k, v: (batch, seq, heads, d_head), with the config's dtype, on one device. `cfg.supports`
         tells the shapes: d_head 128, and one seq for all tensors that is a multiple of B_r and B_c,
         unless the step takes more. Strides are multiples of 8 elements, 1 in the last dimension.
-        Memory is aligned to 16 bytes.
+        q, k, v and o begin at multiples of 16 bytes.
     o: written and returned if given, with the shape, dtype and device of q and the d_head of v,
         without overlap with other tensors; otherwise a new contiguous tensor.
     window_size, softcap, sinks, softmax_scale: as for `attention`.

@@ -121,6 +121,7 @@ def define(
     names = [argument.name for argument in operator._schema.arguments]
     written = [argument.is_write for argument in operator._schema.arguments]
     read = slice(written.index(True)) if any(written) else slice(None)
+    outputs = [name for name, is_written in zip(names, written, strict=True) if is_written]
 
     def redispatch(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -132,15 +133,18 @@ def define(
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args[read]):
             _refuse_transforms(args)
             if any(written):
-                raise RuntimeError(f"{_NO_BACKWARD}; what is written into o or lse has no gradient")
+                raise RuntimeError(
+                    f"{_NO_BACKWARD}; what is written into {' or '.join(outputs)} has no gradient"
+                )
             if gradient is not None:
                 return gradient(keys, *args)
             return _NoBackward.apply(refusal, redispatch, keys, *args)
         if keys.raw_repr() & _OTHER_KEYS:
             if any(written) and keys.has(_KEYS.Negative):
                 raise ValueError(
-                    "a tensor is a negative view, whose memory holds the other sign, and o or lse "
-                    "is written: call .resolve_neg(), or leave o and lse out"
+                    "a tensor is a negative view, whose memory holds the other sign, and "
+                    f"{' or '.join(outputs)} is written: call .resolve_neg(), or leave out what "
+                    "need not be given"
                 )
             return redispatch(keys, *args)
         return function(*args)  # dispatching would end here too, and takes time

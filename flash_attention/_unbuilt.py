@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,21 @@ _UNBUILT: dict[str, tuple[tuple[float, ...], str]] = {
     "num_splits": ((0, 1), "pass 1, which computes all keys of a query in one thread block"),
     "sm_margin": ((0,), "pass 0: the kernels use all SMs"),
 }
+# The same of functions on a cache.
+_UNBUILT_ON_CACHE: dict[str, tuple[tuple[float, ...], str]] = {
+    **_UNBUILT,
+    "num_splits": ((0,), "pass 0: the kernel divides the keys as its GPU needs it"),
+    "cache_leftpad": ((), "pass None, and sequences that begin at the first key of the cache"),
+    "cu_seqlens_q": ((), "pass None, and q of (batch, len_q, heads, d_head)"),
+    "cu_seqlens_k_new": ((), "pass None, and k and v of (batch, len_new, kv_heads, d_head)"),
+    "max_seqlen_q": ((), "pass None, and q of (batch, len_q, heads, d_head)"),
+    "scheduler_metadata": ((), "pass None: the kernels need no plan"),
+}
+
+
+def refuse_unbuilt_on_cache(**values: Any) -> None:
+    """`refuse_unbuilt` for functions on a cache of keys."""
+    _refuse(_UNBUILT_ON_CACHE, values)
 
 
 def refuse_unbuilt(**values: Any) -> None:
@@ -36,8 +52,12 @@ def refuse_unbuilt(**values: Any) -> None:
 
     Raises TypeError for what is no number where there should be one, ValueError for another value.
     """
+    _refuse(_UNBUILT, values)
+
+
+def _refuse(unbuilt: Mapping[str, tuple[tuple[float, ...], str]], values: dict[str, Any]) -> None:
     for name, value in values.items():
-        usual, way_out = _UNBUILT[name]
+        usual, way_out = unbuilt[name]
         if not usual:
             if value is not None:
                 raise ValueError(f"{name} is not built: {way_out}")

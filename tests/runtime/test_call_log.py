@@ -386,3 +386,42 @@ class TestDestination:
             flash_attention.run(ROWS, x)
         assert len(w) == 1
         assert len(not_run) == 2
+
+
+class TestWrongValues:
+    """Level 5 names values of a cache's tables that no call checks."""
+
+    def call(self, lengths: list[int], **places: list) -> None:
+        q, k = torch.ones(3, 1, 2, 64).half(), torch.ones(3, 4, 1, 64).half()
+        tensors = {name: torch.tensor(x).int() for name, x in places.items()}
+        flash_attention.decode(q, k, k, cache_seqlens=torch.tensor(lengths).int(), **tensors)
+
+    def lines(self, path: Path) -> list[str]:
+        """What is said of wrong values."""
+        found = (line.partition(": ")[2] for line in path.read_text().splitlines())
+        return [line for line in found if re.search("names no|over the room|wrong values", line)]
+
+    def test_of_a_table_and_of_lengths_are_named(self, logged, path, not_run):
+        with logged(5):
+            self.call([9, 4, 0], block_table=[[0, 3], [2, 7], [-1, -1]])
+            self.call([4, -1, 1], cache_batch_idx=[0, 3, 2])
+        assert self.lines(path) == [
+            "cache_seqlens 9 of sequence 0 is over the room of 8 keys, which count: pass at most 8",
+            "block_table 3 of sequence 0, block 1, names no page: pass one from 0 to 2",
+            "cache_batch_idx 3 of sequence 1 names no row of the cache: pass one from 0 to 2",
+        ]
+
+    def test_that_are_many_are_counted(self, logged, path, not_run):
+        with logged(5):
+            self.call([40, 40, 40], block_table=[[5] * 10] * 3)
+        *shown, rest = self.lines(path)
+        assert len(shown) == call_log.WRONG_VALUES_SHOWN and rest == "and 22 more wrong values"
+
+    def test_of_right_tables_there_are_none_and_below_level_5_nothing_is_read(
+        self, logged, path, not_run
+    ):
+        with logged(5):
+            self.call([8, 4, 0], block_table=[[0, 2], [1, 7], [-1, -1]])
+        with logged(3):
+            self.call([9, 4, 0], block_table=[[9, 9], [1, 7], [-1, -1]])
+        assert self.lines(path) == [] and len(not_run) == 2

@@ -36,6 +36,10 @@ SIGNATURES = {
         "flash_attn_varlen_func": f"q, k, v, {_LENGTHS}, {_REST}, block_table=None",
         "flash_attn_varlen_kvpacked_func": f"q, kv, {_LENGTHS}, {_REST}",
         "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_REST}",
+        "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, "
+        "rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
+        "block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
     },
     flash_attn_3: {
         "flash_attn_func": f"q, k, v, softmax_scale=None, causal=False, qv=None, {_DESCALES}, "
@@ -46,6 +50,15 @@ SIGNATURES = {
         "flash_attn_varlen_func": f"q, k, v, {_LENGTHS}, seqused_q=None, seqused_k=None, "
         f"softmax_scale=None, causal=False, qv=None, {_DESCALES}, window_size=(-1, -1), "
         f"attention_chunk=0, {_LAST}",
+        "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, "
+        "rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
+        "page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, "
+        f"rotary_seqlens=None, {_DESCALES}, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+        "return_softmax_lse=False",
+        # and FlashAttention-4's return_lse
+        "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None, return_lse=True",
     },
 }
 

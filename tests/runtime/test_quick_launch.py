@@ -51,15 +51,15 @@ def launch_of(tensors: dict[str, torch.Tensor]) -> Launch:
 
 
 def quick_launch(
-    tensors: dict[str, torch.Tensor], launch: Launch | None = None
+    tensors: dict[str, torch.Tensor], launch: Launch | None = None, **alignments: int
 ) -> library.QuickLaunch | None:
     return library.Launcher(launch or launch_of(tensors), 0, NO_SUCH_DEVICE).quick(
         call._exchange(),
         tensors["q"].__dlpack_device__(),
-        16,
         [
             library.Described(
-                name, Element.BF16, tuple(x.shape), x.stride(), span_bytes(x), name == "o"
+                *(name, Element.BF16, tuple(x.shape), x.stride(), span_bytes(x), name == "o"),
+                alignment=alignments.get(name, 16),
             )
             for name, x in tensors.items()
         ],
@@ -161,6 +161,18 @@ class TestOther:
         memory = tensor(2 * 128 * 128 + 8)
         assert is_taken(**{name: memory[8:].as_strided(SHAPE, strides)})
         assert not is_taken(**{name: memory[4:].as_strided(SHAPE, strides)})
+
+    @pytest.mark.parametrize("name", "qkvo")
+    def test_in_the_alignment_of_each_tensor(self, tensors, name):
+        quick = quick_launch(tensors, **{name: 4})
+        memory = tensor(2 * 128 * 128 + 8)
+
+        def is_taken(other: str, first: int) -> bool:
+            moved = memory[first:].as_strided(SHAPE, tensors[other].stride())
+            return bound(quick, *{**tensors, other: moved}.values()) is not None
+
+        assert is_taken(name, 2) and not is_taken(name, 1)
+        assert not any(is_taken(other, 2) for other in tensors if other != name)
 
     @pytest.mark.parametrize("name", "qkv")
     def test_in_overlapping(self, tensors, is_taken, name):

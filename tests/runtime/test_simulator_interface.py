@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from flash_helpers.ptx import (
     DeviceMemory,
     InstructionLimitError,
     LaunchError,
+    MisalignedError,
     OutOfBoundsError,
     PtxSyntaxError,
     RaceError,
@@ -89,6 +91,16 @@ def endless(text: str) -> str:
     """The branch at the end of the main loop is always taken."""
     return edited(text, r"^\t@!?%p\d+ bra(?:\.uni)? \t(\$L__BB\w+);(?=\n(?:.*\n){0,12}?\$L__)",
                   r"\tbra.uni \t\1;", count=0)  # fmt: skip
+
+
+class TestMemory:
+    def test_begins_where_a_tensor_does_between_multiples_of_16_bytes(self, inputs, ptx) -> None:
+        tensors, kernel = attention_tensors(CONFIG, *inputs), load_kernel(CONFIG, ptx)
+        memory = torch.empty(8 + tensors["q"].numel(), dtype=torch.bfloat16)
+        for first in (0, 8, 4):
+            own = memory[first:][: tensors["q"].numel()].view(SHAPE).copy_(tensors["q"])
+            with nullcontext() if first % 8 == 0 else pytest.raises(MisalignedError):
+                run_kernel(CONFIG, kernel, {**tensors, "q": own})
 
 
 class TestFaults:

@@ -67,6 +67,9 @@ class ToySupports:
     sizes: Mapping[str, int] = MappingProxyType({})
     smallest = 1
 
+    def alignment_of(self, tensor: Tensor) -> int:
+        return self.alignment
+
     def lacking(self, problem: SquaresBackwards) -> dict[str, tuple[str, str]]:
         return {}
 
