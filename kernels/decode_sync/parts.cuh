@@ -217,15 +217,17 @@ struct Sums {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = half * 8 + lane / 4;
+#pragma unroll
+            for (int n = 0; n < cfg.d_head / kMmaN; ++n) {
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(
+                                 smem_address(O(warp, row) + n * kMmaN + lane % 4 * 2)),
+                             "f"(O_rmem[0][n][half * 2]), "f"(O_rmem[0][n][half * 2 + 1])
+                             : "memory");
+            }
             const float l_all = quad_sum(statistics.l[half]);
             if (lane % 4 == 0) {
                 m(warp, row) = statistics.m[half];
                 l(warp, row) = l_all;
-            }
-#pragma unroll
-            for (int n = 0; n < cfg.d_head / kMmaN; ++n) {
-                *reinterpret_cast<float2 *>(O(warp, row) + n * kMmaN + lane % 4 * 2) =
-                    make_float2(O_rmem[0][n][half * 2], O_rmem[0][n][half * 2 + 1]);
             }
         }
     }
@@ -255,9 +257,14 @@ struct Sums {
 #pragma unroll
         for (int warp = 0; warp < cfg.n_warps; ++warp) {
             const float factor = weight(warp, row, largest);
+            const float4 *own = reinterpret_cast<const float4 *>(O(warp, row) + column);
 #pragma unroll
-            for (int i = 0; i < kChunk; ++i) {
-                O_rmem[i] = fmaf(O(warp, row)[column + i], factor, O_rmem[i]);
+            for (int four = 0; four < kChunk / 4; ++four) {
+                const float4 x = own[four];
+                O_rmem[4 * four] = fmaf(x.x, factor, O_rmem[4 * four]);
+                O_rmem[4 * four + 1] = fmaf(x.y, factor, O_rmem[4 * four + 1]);
+                O_rmem[4 * four + 2] = fmaf(x.z, factor, O_rmem[4 * four + 2]);
+                O_rmem[4 * four + 3] = fmaf(x.w, factor, O_rmem[4 * four + 3]);
             }
         }
     }
