@@ -25,8 +25,11 @@
 // blocks: 0.1 TB/s.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at length 4096, and share of a copy that
+// moves the same bytes, the measured ceiling in the harmonic mean over lengths. B_r 4, B_c 64: -,
+// 0.10. Cost: 174 registers per thread, 16 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 300 us for 16 sequences of 8192 keys, where cuDNN takes 119.
 //
 // Phases: 1 Q, 2 K, V, 3 S, 4 P, 5 O, 6 sum over streams, 7 store.
 

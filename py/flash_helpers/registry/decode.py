@@ -420,7 +420,7 @@ DECODE_FAMILY = Family(
     header=PurePosixPath("kernels/decode/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=2_000_000,
-    matrix_budget=10_000_000,
+    simulated_budget=6_500_000,
+    matrix_budget=25_000_000,
     also_listed=listed_variants,
 )
