@@ -17,12 +17,12 @@ from flash_helpers.course.pages import GLOSSARY, page_of_step
 from flash_helpers.course.stairs import OWN, has_tiles, stairs_link, tile_configs
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import (
-    TABLE_SEQ_LEN,
     lengths_table,
     loads_table,
     main_dtype,
     progression_table,
     supports_table,
+    table_length,
 )
 from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.choice_table import choice_table, grid_tables
@@ -177,14 +177,14 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
     rows = [
         [
             label,
-            number(speed(results, config, TABLE_SEQ_LEN)),
+            number(speed(results, config, table_length(results))),
             number(speed(results, config)),
             percent(share(results, config, dtype)),
         ]
         for label, config in zip(names_of(configs), configs, strict=True)
     ]
     metric = metric_of(fixed.family)
-    headers = ["config", f"{metric.unit} at {TABLE_SEQ_LEN}", "harmonic mean"]
+    headers = ["config", f"{metric.unit} at {table_length(results)}", "harmonic mean"]
     headers.append(f"{metric.heading}, mean")
     yield "Every config of this step that was measured, the fixed one first:"
     yield Table(headers, rows).markdown()

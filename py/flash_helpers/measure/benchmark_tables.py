@@ -391,13 +391,13 @@ def header_lines(results: BenchmarkResults, step: Step, changed: Collection[str]
     swept = _sizes_word(results)
     lines = [
         f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
-        f"{unit(results)} at {results.operation.size_word} {TABLE_SEQ_LEN}, and share of "
+        f"{unit(results)} at {results.operation.size_word} {table_length(results)}, and share of "
         f"{LIBRARY_NAMES[results.first]} in the harmonic mean over {swept}."
     ]
     resources = {record.name: record for record in results.resources}
     for config in tiles:
         name = config.short_form()
-        speed = number(results.speed(name, MAIN_DTYPE, TABLE_SEQ_LEN))
+        speed = number(results.speed(name, MAIN_DTYPE, table_length(results)))
         share = number(results.of_first(name, MAIN_DTYPE), 2)
         lines.append(f"{tile_text(config)}: {speed}, {share}.")
         if record := resources.get(name):
@@ -422,14 +422,13 @@ def progression_table(results: BenchmarkResults) -> str:
     mma.sync. The other configs that were measured stand below, folded.
 
     The columns are percent of the first library in the harmonic mean over all sizes, at both tiles
-    where steps have tiles, and speed at TABLE_SEQ_LEN or, if that was not measured, at the largest
-    size, under the main load. A dagger marks a step whose machine code has changed since.
+    where steps have tiles, and speed at `table_length` under the main load. A dagger marks a step whose machine code has changed since.
     """
     dtype, marks = main_dtype(results), _Marks(results)
     share = f"% of {results.first_short}"
     rows = [*_step_rows(results, dtype, marks), *_ceiling_rows(results, dtype)]
     columns = [f"{tile}: {share}" for tile in ("fixed tile", "large tile", "stride read")]
-    header = ["step", "idea", *columns, f"{unit(results)} at {_table_length(results)}"]
+    header = ["step", "idea", *columns, f"{unit(results)} at {table_length(results)}"]
     if not _has_tiles(results, dtype):
         header[2:5] = [share]
         rows = [[*row[:3], *row[5:]] for row in rows]
@@ -448,13 +447,14 @@ def _has_tiles(results: BenchmarkResults, dtype: str) -> bool:
     return any(own.large for own in stairs(dtype, results.operation).values())
 
 
-def _table_length(results: BenchmarkResults) -> int:
-    lengths = results.sizes
-    return TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
+def table_length(results: BenchmarkResults) -> int:
+    """Return TABLE_SEQ_LEN or, if that was not measured, the nearest size by ratio, of two the
+    larger one."""
+    return min(reversed(results.sizes), key=lambda n: max(n / TABLE_SEQ_LEN, TABLE_SEQ_LEN / n))
 
 
 def _speed_cell(results: BenchmarkResults, name: str, dtype: str, load: str | None = None) -> str:
-    return number(results.speed(name, dtype, _table_length(results), load))
+    return number(results.speed(name, dtype, table_length(results), load))
 
 
 def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | None = None) -> str:
@@ -550,7 +550,7 @@ def _other_configs(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iter
     others = _off_the_stairs(results, dtype)
     if not others:
         return
-    speed = f"{unit(results)} at {_table_length(results)}"
+    speed = f"{unit(results)} at {table_length(results)}"
     header = ["step", "config", f"% of {results.first_short}", speed]
     rows = [
         [
@@ -641,7 +641,7 @@ def loads_table(results: BenchmarkResults) -> str:
         Table(header, rows, "ll").markdown(),
         *marks.line,
         f"Rows are at the large tile unless they name a config; % is of {first}. The last three "
-        f"columns are of {main}, {SUSTAINED}: {unit(results)} at {_table_length(results)}, SM "
+        f"columns are of {main}, {SUSTAINED}: {unit(results)} at {table_length(results)}, SM "
         f"clock and power, medians over the samples of all {_sizes_word(results)}. "
         f'An "=" marks a step that differs from its parent by no more than {first} differs from '
         f"itself: {', '.join(said)}.",
