@@ -19,7 +19,7 @@ from flash_helpers.operations.attention_backward import OPERATION as GRADIENTS
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.supports import RETURN_LSE, AttentionSupports
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
-from flash_helpers.registry.family import UNMEASURED, StepEntry
+from flash_helpers.registry.family import HELD_BACK, StepEntry
 
 A100, H100, B200, T4 = (8, 0), (9, 0), (10, 0), (7, 5)
 NEWEST = [
@@ -78,7 +78,7 @@ class TestSteps:
             assert {*backward.dtypes_of(step)} == {Element.FP16, Element.BF16}
 
     @pytest.mark.parametrize(
-        ("unmeasured", "wanted"),
+        ("held_back", "wanted"),
         [
             (range(6, 14), "o5"),
             (range(6, 13), "o13"),  # no trait of an earlier step holds a measured one back
@@ -86,11 +86,11 @@ class TestSteps:
             (range(1, 14), None),
         ],
     )
-    def test_are_not_those_held_back_as_unmeasured(self, unmeasured, wanted):
+    def test_are_not_those_held_back(self, held_back, wanted):
         overlap = replace(
             FAMILIES["overlap"],
             entries=tuple(
-                replace(entry, traits=entry.traits | ({UNMEASURED} if n in unmeasured else set()))
+                replace(entry, traits=entry.traits | ({HELD_BACK} if n in held_back else set()))
                 for n, entry in enumerate(FAMILIES["overlap"].entries, start=1)
             ),
         )
@@ -98,7 +98,7 @@ class TestSteps:
         assert [step.id for step in found] == ["v16", *([wanted] if wanted else [])]
 
     @pytest.mark.parametrize(
-        ("traits", "wanted"), [({UNMEASURED}, ["b8", "b4"]), (set(), ["b9", "b4"])]
+        ("traits", "wanted"), [({HELD_BACK}, ["b8", "b4"]), (set(), ["b9", "b4"])]
     )
     def test_of_gradients_pass_over_a_step_until_it_is_measured(self, traits, wanted):
         backward = replace(

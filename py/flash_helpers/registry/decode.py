@@ -32,7 +32,7 @@ from flash_helpers.registry.call import (
     TensorMap,
 )
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -406,13 +406,13 @@ DECODE_FAMILY = Family(
             _file(6),
             sets={"slots": 3},
             opens={"warpgroups": (1,)},
-            traits=frozenset({SHARES}),
+            traits=frozenset({SHARES, HELD_BACK}),
         ),
         StepEntry(
             "programmatic_launches",
             "a call begins while the one before ends, and waits for it on the device",
             _file(7),
-            traits=frozenset({PROGRAMMATIC}),
+            traits=frozenset({PROGRAMMATIC, HELD_BACK}),
         ),
     ),
     targets=(TARGET,),

@@ -28,8 +28,9 @@ CORE, LIBRARY, LAB, LOGBOOK = "core", "library", "lab", "logbook"
 # A trait of steps of any family: thread blocks add to sums in memory, in an order that differs from
 # call to call, and with it the last bits of the results.
 UNORDERED_SUMS = "unordered_sums"
-# Another, of one step alone: it was not measured, and calls that name no kernel pass it over.
-UNMEASURED = "unmeasured"
+# Another, of one step alone: it was not measured, or not found right on a GPU in all random tests.
+# Calls that name no kernel pass it over.
+HELD_BACK = "held_back"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepEntry:
     the kernel's file, relative to the root of the repository. `sets`: options that the step turns
     on, by name of the config's field. `opens`: options that it makes tunable, with the values that
     a sweep tries. `traits`: facts about the kernel from this step on that its config does not show,
-    and UNMEASURED, which says nothing of later steps.
+    and HELD_BACK, which says nothing of later steps.
     `parent`: id of a step of another family; None stands for the step before it. `place`: the place
     of its page in the course.
     """
@@ -149,7 +150,7 @@ class Family(Generic[C]):
         for number, entry in enumerate(self.entries, start=1):
             options |= entry.sets
             tunable |= entry.opens
-            traits |= entry.traits - {UNMEASURED}
+            traits |= entry.traits - {HELD_BACK}
             before = self.step_id(number - 1) if number > 1 else None
             found[self.step_id(number)] = Step(
                 id=self.step_id(number),
@@ -170,11 +171,11 @@ class Family(Generic[C]):
     @cached_property
     def preferred(self) -> tuple[Step, ...]:
         """The steps that a call takes which names no kernel, if no measurement speaks for another:
-        the last that was measured; and behind it, if its bits differ from call to call, the last
-        measured one whose bits do not."""
-        measured = [step for step in self.steps.values() if UNMEASURED not in step.traits]
-        deterministic = [step for step in measured if step.is_deterministic]
-        return tuple(dict.fromkeys((*measured[-1:], *deterministic[-1:])))
+        the last that is not held back; and behind it, if its bits differ from call to call, the
+        last of these whose bits do not."""
+        ready = [step for step in self.steps.values() if HELD_BACK not in step.traits]
+        deterministic = [step for step in ready if step.is_deterministic]
+        return tuple(dict.fromkeys((*ready[-1:], *deterministic[-1:])))
 
     def fixed_config(self, step: Step, dtype: Element) -> C:
         """Return the config with which the progression shows a step."""
