@@ -422,7 +422,8 @@ def progression_table(results: BenchmarkResults) -> str:
     mma.sync. The other configs that were measured stand below, folded.
 
     The columns are percent of the first library in the harmonic mean over all sizes, at both tiles
-    where steps have tiles, and speed at `table_length` under the main load. A dagger marks a step whose machine code has changed since.
+    where steps have tiles, and speed at `table_length` under the main load. A dagger marks a step
+    whose machine code has changed since.
     """
     dtype, marks = main_dtype(results), _Marks(results)
     share = f"% of {results.first_short}"
