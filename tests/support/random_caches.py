@@ -159,10 +159,10 @@ class _Draw(random.Random):
 
 
 def last_configs(family: Family[Any]) -> list[Config]:
-    """Return the committed configs of a family's last step: in both dtypes, and of every head
-    size."""
+    """Return the committed configs of a family's last step, in both dtypes and of every head size,
+    and of those that calls take."""
     *_, last = family.steps.values()
-    return [c for c in committed(family.operation) if c.step is last]
+    return [c for c in committed(family.operation) if c.step in (last, *family.preferred)]
 
 
 def drawn(seed: int, config: Config, keys: int = 0) -> Cache:
