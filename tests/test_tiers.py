@@ -29,7 +29,11 @@ from flash_helpers.tune.winners import BestConfig, BestConfigs
 
 ROOT = Path(__file__).resolve().parents[1]
 CORNERS = ("right_at_the_corners", "corners_of_the_declaration")
-DISTRIBUTIONS = ("heads_of_all_distributions", "all_inputs_are_right")
+DISTRIBUTIONS = (
+    "heads_of_all_distributions",
+    "keys_of_all_distributions",
+    "all_inputs_are_right",
+)
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 
 LISTED = """

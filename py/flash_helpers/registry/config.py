@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import typing
@@ -397,3 +398,14 @@ def difference_text(asked: Config, found: Config) -> str:
         f"{name} {values[1][name]} instead of {values[0][name]}"
         for name in differing_fields(asked, found)
     )
+
+
+def buildable_sizes(own: Any, sizes: Iterable[int]) -> tuple[Any, ...]:
+    """Return a config, and those of other head sizes (`of_size`) for which a kernel can be
+    built."""
+    found = [own]
+    for size in sizes:
+        if size != own.d_head:
+            with contextlib.suppress(ValueError):  # such as tiles that are too large at that size
+                found.append(own.of_size(size))
+    return tuple(found)

@@ -31,7 +31,7 @@ from flash_helpers.registry.call import (
     StructLayout,
     TensorMap,
 )
-from flash_helpers.registry.config import Config, element, number
+from flash_helpers.registry.config import Config, buildable_sizes, element, number
 from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element, Strides
@@ -340,7 +340,7 @@ _BASE: Mapping[str, Any] = MappingProxyType(
 def _variants(own: DecodeKernelConfig) -> tuple[DecodeKernelConfig, ...]:
     if "d_head" not in own.step.tunable:
         return (own,)
-    return (own, *(own.of_size(size) for size in HEAD_SIZES if size != own.d_head))
+    return buildable_sizes(own, HEAD_SIZES)
 
 
 def listed_variants() -> list[DecodeKernelConfig]:

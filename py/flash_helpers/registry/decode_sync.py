@@ -29,7 +29,7 @@ from flash_helpers.registry.call import (
     Launch,
     StructLayout,
 )
-from flash_helpers.registry.config import Config, element, number
+from flash_helpers.registry.config import Config, buildable_sizes, element, number
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
@@ -261,7 +261,7 @@ _BASE: Mapping[str, Any] = MappingProxyType({"d_head": 128, "B_c": 16, "n_warps"
 
 @functools.cache  # a choice asks for them at each call
 def _variants(own: DecodeSyncKernelConfig) -> tuple[DecodeSyncKernelConfig, ...]:
-    return (own, *(own.of_size(size) for size in WARPS if size != own.d_head))
+    return buildable_sizes(own, WARPS)
 
 
 def listed_variants() -> list[DecodeSyncKernelConfig]:
@@ -318,7 +318,7 @@ DECODE_SYNC = Family(
     header=PurePosixPath("kernels/decode_sync/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=3_000_000,
+    simulated_budget=4_000_000,
     matrix_budget=20_000_000,
     also_listed=listed_variants,
 )

@@ -17,7 +17,7 @@ BARRIER = r"bar\.sync"
 
 FAULTS = {
     "c1: sums go where other warps still read their keys": Fault(
-        "c1", BF16, EPILOGUE, BARRIER, drop, nth(0), RaceError, "m(warp, row) = statistics.m",
+        "c1", BF16, EPILOGUE, BARRIER, drop, nth(0), RaceError, "O_rmem[0][n][half * 2]",
     ),
     "c2: the block that is multiplied may still be in flight": Fault(
         "c2", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
