@@ -421,6 +421,6 @@ DECODE_FAMILY = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=6_500_000,
-    matrix_budget=36_000_000,
+    matrix_budget=32_000_000,
     also_listed=listed_variants,
 )
