@@ -6,7 +6,6 @@ Standard library only.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -32,6 +31,7 @@ from flash_helpers.registry.call import (
     TensorMap,
 )
 from flash_helpers.registry.config import Config, buildable_sizes, element, number
+from flash_helpers.registry.decode_arguments import GIVEN, MAX_LENGTH, given_names, option_values
 from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element, Strides
@@ -48,11 +48,11 @@ from flash_helpers.registry.wgmma import (
     tensor_map,
 )
 
-MAX_LENGTH = 2**29  # of the cache: sums of two lengths and a bound of the window are an int
 DECODE, COMBINE = "decode_kernel", "combine_kernel"
 
 PARTS = "parts"  # the buffer of m, l and O in float32 of each piece of each tile
 LEAST_PIECE = 128  # keys
+MAX_BLOCKS = 2**30  # of keys, where shares are equal: their number and that of a share are an int
 GROUPS = 4  # warpgroups that add up the parts of a tile, where shares are equal
 MOST_TURNS = 4  # of thread blocks that an SM takes, until pieces leave few SMs idle
 LEAST_BUSY = (17, 20)  # of the SMs in all turns
@@ -66,7 +66,6 @@ TENSOR_CORES = "tensor_cores"  # TMA puts tiles into shared memory, where wgmma 
 _POINTERS = MappingProxyType({"Q": "q", "K_gmem": "k", "V_gmem": "v", "O": "o"})
 _STRIDES = MappingProxyType({f"{name.upper()}_strides": name for name in "qkvo"})
 _MAPS = MappingProxyType({"K": "k", "V": "v"})
-_GIVEN = ("lse", "sinks", "cache_seqlens", "cache_batch_idx", "block_table")
 
 ARGUMENTS = StructLayout(
     "DecodeKernelArgs",
@@ -75,7 +74,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(_MAPS, TENSOR_MAP),
             **dict.fromkeys(_POINTERS, POINTER),
             **dict.fromkeys(_STRIDES, STRIDES),
-            **dict.fromkeys(_GIVEN[:-1], POINTER),
+            **dict.fromkeys(GIVEN[:-1], POINTER),
             **dict.fromkeys(("len_q", "len_k", "kv_heads", "heads_per_kv"), INT),
             **dict.fromkeys(("scale", "scale_in_cap"), FLOAT),
             **dict.fromkeys(("window_left", "window_right"), INT),
@@ -176,25 +175,14 @@ class DecodeKernelConfig(Config):
             B_c=self.B_c,
             abilities=ALWAYS,
             pages=PAGED in self.step.traits,
+            max_blocks=MAX_BLOCKS if SHARES in self.step.traits else None,
         )
 
     def _values(self, problem: Decode, strides: Strides) -> dict[str, tuple[float, ...]]:
         """Return the members of the arguments that are neither addresses nor tensor maps."""
-        scale = problem.softcap or problem.softmax_scale
-        left = problem.window_left
-        right = 0 if problem.causal else problem.window_right
         return {
             **{member: strides[name][:3] for member, name in _STRIDES.items()},
-            "len_q": (problem.len_q,),
-            "len_k": (problem.len_k,),
-            "kv_heads": (problem.kv_heads,),
-            "heads_per_kv": (problem.heads // problem.kv_heads,),
-            "scale": (scale * math.log2(math.e),),
-            "scale_in_cap": (problem.softmax_scale / scale if problem.softcap else 0.0,),
-            "window_left": (problem.len_k if left is None else left,),
-            "window_right": (problem.len_q if right is None else right,),
-            "table_blocks": (problem.blocks,),
-            "page_size": (problem.page_size,),
+            **option_values(problem),
             "pages": (problem.kv_shape[0],),
             "box": (self._box_keys(problem),),
             "batch": (problem.batch,),
@@ -226,19 +214,13 @@ class DecodeKernelConfig(Config):
         most = min(-(-problem.len_k // LEAST_PIECE), gpu.MAX_GRID[2])
         return max(1, min(room // tiles, most))
 
-    def _units(self, problem: Decode) -> int:
-        """Return the blocks of keys of all tiles, if each sequence has all keys there is room for;
-        one for a sequence without keys."""
-        blocks = max(1, -(-problem.len_k // self.B_c))
-        return problem.batch * self.supports.tiles(problem) * blocks
-
     def shares(self, problem: Decode, device: Device) -> int:
         """Return the thread blocks that have an equal share of the work each: as many as an SM has
         shared memory for."""
         limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
         reserved = gpu.RESERVED_SMEM_BYTES
         per_sm = (limit + reserved) // (self.smem_bytes + reserved)
-        return min(device.sms * per_sm, self._units(problem))
+        return min(device.sms * per_sm, self.supports.key_blocks(problem))
 
     def _box_keys(self, problem: Decode) -> int:
         """Return the keys that TMA copies at once: as many as divide a block and a page."""
@@ -249,16 +231,15 @@ class DecodeKernelConfig(Config):
 
     def _tensor_map(self, name: str, problem: Decode, strides: Strides) -> TensorMap:
         """Return the boxes of K or V: blocks of keys, or as many keys as divide a page, in one
-        piece of their columns. L2 gets the 128 bytes of a row of a box at once: with 256 the
-        second piece would be there already, and a stream of K and V takes 5% longer."""
+        piece of their columns. L2 gets the 128 bytes of a row of a box at once, as many as one
+        piece has, and not the 256 that hold the second as well: that is copied right after it."""
         rows, pieces = self._box_keys(problem), 1 if PAGED in self.step.traits else None
         return replace(tensor_map(name, problem, strides[name], rows, pieces), l2_promotion=128)
 
     def call(self, problem: Decode, strides: Strides, device: Device) -> Call:
         """Return the launch, with one block per sequence, head of K, tile of queries and piece; and
         the one that adds up several pieces."""
-        given = {tensor.name for tensor in (*problem.inputs, *problem.outputs)}
-        names = {**_POINTERS, **{name: name for name in _GIVEN if name in given}}
+        names = {**_POINTERS, **given_names(problem)}
         pieces = self.pieces(problem, device)
         functions: tuple[str, ...] = (DECODE,)
         buffers: tuple[Buffer, ...] = ()
@@ -298,7 +279,7 @@ class DecodeKernelConfig(Config):
         """Return the keys that thread blocks read, in whole blocks, as many on each SM as on the
         busiest."""
         if SHARES in self.step.traits:
-            return -(-self._units(problem) // device.sms) * device.sms * self.B_c
+            return -(-self.supports.key_blocks(problem) // device.sms) * device.sms * self.B_c
         pieces = self.pieces(problem, device)
         blocks = problem.batch * self.supports.tiles(problem) * pieces
         keys = -(-problem.len_k // (self.B_c * pieces)) * self.B_c
@@ -310,7 +291,7 @@ class DecodeKernelConfig(Config):
         pieces, blocks = self.pieces(problem, device), -(-problem.len_k // self.B_c)
         if SHARES in self.step.traits:
             pieces = self.shares(problem, device)
-            blocks = self._units(problem) // pieces + problem.batch
+            blocks = self.supports.key_blocks(problem) // pieces + problem.batch
         return 2 * (blocks + outputs * (pieces + 1) + 8)
 
     @property

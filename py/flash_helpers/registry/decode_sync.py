@@ -6,7 +6,6 @@ Standard library only.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -30,6 +29,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, buildable_sizes, element, number
+from flash_helpers.registry.decode_arguments import GIVEN, MAX_LENGTH, given_names, option_values
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
@@ -43,7 +43,6 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import Element, Strides
 
-MAX_LENGTH = 2**29  # of the cache: sums of two lengths and a bound of the window are an int
 # Traits of steps.
 RING = "ring"  # blocks are copied while one is multiplied
 PAGED = "paged"  # the cache may lie in pages
@@ -57,7 +56,6 @@ LEAST_PIECE = 256  # keys
 
 DECODE, COMBINE = "decode_kernel", "combine_kernel"
 _POINTERS = {name.upper(): name for name in "qkvo"}
-_GIVEN = ("lse", "sinks", "cache_seqlens", "cache_batch_idx", "block_table")
 
 ARGUMENTS = StructLayout(
     "DecodeSyncKernelArgs",
@@ -65,7 +63,7 @@ ARGUMENTS = StructLayout(
         {
             **dict.fromkeys(_POINTERS, POINTER),
             **{f"{name}_strides": STRIDES for name in _POINTERS},
-            **dict.fromkeys(_GIVEN[:-1], POINTER),
+            **dict.fromkeys(GIVEN[:-1], POINTER),
             **dict.fromkeys(("len_q", "len_k", "kv_heads", "heads_per_kv"), INT),
             **dict.fromkeys(("scale", "scale_in_cap"), FLOAT),
             **dict.fromkeys(("window_left", "window_right"), INT),
@@ -160,21 +158,9 @@ class DecodeSyncKernelConfig(Config):
 
     def _values(self, problem: Decode, strides: Strides) -> dict[str, tuple[float, ...]]:
         """Return the members of the arguments that are no addresses."""
-        scale = problem.softcap or problem.softmax_scale
-        left = problem.window_left
-        right = 0 if problem.causal else problem.window_right
         return {
             **{f"{member}_strides": strides[name][:3] for member, name in _POINTERS.items()},
-            "len_q": (problem.len_q,),
-            "len_k": (problem.len_k,),
-            "kv_heads": (problem.kv_heads,),
-            "heads_per_kv": (problem.heads // problem.kv_heads,),
-            "scale": (scale * math.log2(math.e),),
-            "scale_in_cap": (problem.softmax_scale / scale if problem.softcap else 0.0,),
-            "window_left": (problem.len_k if left is None else left,),
-            "window_right": (problem.len_q if right is None else right,),
-            "table_blocks": (problem.blocks,),
-            "page_size": (problem.page_size,),
+            **option_values(problem),
         }
 
     @property
@@ -200,8 +186,7 @@ class DecodeSyncKernelConfig(Config):
     def call(self, problem: Decode, strides: Strides, device: Device) -> Call:
         """Return the launch, with one block per sequence, head of K, tile of queries and piece; and
         the one that adds up several pieces."""
-        given = {tensor.name for tensor in (*problem.inputs, *problem.outputs)}
-        names = {**_POINTERS, **{name: name for name in _GIVEN if name in given}}
+        names = {**_POINTERS, **given_names(problem)}
         pieces = self.pieces(problem, device)
         functions: tuple[str, ...] = (DECODE,)
         buffers: tuple[Buffer, ...] = ()

@@ -11,6 +11,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.operations.decode import OPERATION
 from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.operations.decode.supports import DecodeSupports
+from flash_helpers.registry.decode import DECODE_FAMILY
 from flash_helpers.registry.problem import Element
 
 DECODING = [family for family in FAMILIES.values() if family.operation is OPERATION]
@@ -138,3 +139,17 @@ SHAPED = Decode(2, 4, len_k=100, kv_heads=2, total_k=90, caches=3, return_lse=Tr
 def test_strides_that_a_kernel_does_not_take_are_refused(name, strides, text) -> None:
     found = OF_128.layout_refusal(SHAPED.tensor(name), strides)
     assert found.startswith(text) and bool(found) == bool(text)
+
+
+def test_equal_shares_are_counted_with_an_int() -> None:
+    """8 heads of K, and pages that sequences share."""
+    most = Decode(2**14, 32, len_k=2**19, kv_heads=8, page_size=64, pages=1, dtype=Element.FP16)
+    more = replace(most, batch=2**14 + 1)
+    d5, d6 = (
+        DECODE_FAMILY.fixed_config(DECODE_FAMILY.steps[n], Element.FP16) for n in ("d5", "d6")
+    )
+    assert not d6.refusal(most) and not d5.refusal(more)
+    assert d6.refusal(more).startswith(
+        f"batch {2**14 + 1} with len_k {2**19} and heads 32 on 8 has {2**30 + 2**16} blocks of 64 "
+        f"keys, over the limit {2**30} of an int: split the call by sequences"
+    )

@@ -30,7 +30,8 @@ class DecodeSupports(AttentionSupports):
     """Problems of decode, with the fields of `AttentionSupports`.
 
     B_r: queries and heads that share keys, in one tile. B_c: keys of a block. `pages`: whether the
-    kernel takes a cache in pages.
+    kernel takes a cache in pages. `max_blocks`: blocks of keys, each counted for each tile that
+    reads it, of all sequences; None for any number.
     """
 
     problems: ClassVar[type[AttentionForward]] = Decode
@@ -38,6 +39,7 @@ class DecodeSupports(AttentionSupports):
 
     pages: bool = False
     max_batch: int = gpu.MAX_GRID[0]
+    max_blocks: int | None = None
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -60,6 +62,12 @@ class DecodeSupports(AttentionSupports):
         per_head = -(-problem.len_q * (problem.heads // problem.kv_heads) // self.B_r)
         return problem.kv_heads * per_head
 
+    def key_blocks(self, problem: Decode) -> int:
+        """Return the blocks of keys of all tiles, if each sequence has all keys there is room for;
+        one for a sequence without keys."""
+        blocks = max(1, -(-problem.len_k // self.B_c))
+        return problem.batch * self.tiles(problem) * blocks
+
     def refusal(self, problem: AttentionForward, kernel: str) -> str:
         """Return what `AttentionSupports.refusal` does, and the limits of a grid."""
         assert isinstance(problem, Decode)
@@ -75,6 +83,12 @@ class DecodeSupports(AttentionSupports):
                 f"len_q {problem.len_q} with heads {problem.heads} on {problem.kv_heads} has "
                 f"{tiles} tiles of queries, over the limit {self.max_heads} of a CUDA grid: split "
                 "the call by heads"
+            )
+        if self.max_blocks is not None and (blocks := self.key_blocks(problem)) > self.max_blocks:
+            return (
+                f"batch {problem.batch} with len_k {problem.len_k} and heads {problem.heads} on "
+                f"{problem.kv_heads} has {blocks} blocks of {self.B_c} keys, over the limit "
+                f"{self.max_blocks} of an int: split the call by sequences"
             )
         return ""
 
