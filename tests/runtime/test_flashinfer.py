@@ -16,7 +16,6 @@ from flash_attention.flashinfer import (
 )
 from flash_helpers.check.errors import measure_error
 from flash_helpers.operations.attention_forward.reference import attention_reference
-from flash_helpers.runtime import call
 
 HEADS, KV_HEADS, D_HEAD, PAGES, PAGE_SIZE = 4, 2, 64, 9, 4
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
@@ -56,20 +55,6 @@ FORMS: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
 }
 
 
-@pytest.fixture
-def kernels(monkeypatch) -> list[dict[str, torch.Tensor]]:
-    """The tensors of kernels that would have run; they compute zeros."""
-    found: list[dict[str, torch.Tensor]] = []
-
-    def run(self: call.ReadyCall, *_: object) -> None:
-        found.append(dict(self.tensors))
-        for x in self.outputs.values():
-            x.zero_()
-
-    monkeypatch.setattr(call.ReadyCall, "simulate", run)
-    return found
-
-
 class TestDecode:
     def planned(self, layout: str = "NHD", **options: Any) -> BatchDecodeWithPagedKVCacheWrapper:
         wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
@@ -92,13 +77,13 @@ class TestDecode:
             assert error.within(right.bounds["lse"])
         assert not o[1].any() and (lse[1] == -math.inf).all()
 
-    def test_options_are_those_of_decode(self, kernels):
+    def test_options_are_those_of_decode(self, attended):
         q, cache, sinks = randn(4, HEADS, D_HEAD), make_cache(), randn(HEADS)
         wrapper = self.planned(window_left=5, logits_soft_cap=30.0, sm_scale=0.2)
         version = q._version
         wrapper.run(q, cache, sinks=sinks, window_left=5)
-        assert torch.equal(kernels[0]["sinks"], sinks) and q._version == version
-        assert torch.equal(kernels[0]["cache_seqlens"], int32(*LENGTHS))
+        assert torch.equal(attended[0]["sinks"], sinks) and q._version == version
+        assert torch.equal(attended[0]["cache_seqlens"], int32(*LENGTHS))
 
     def test_of_a_window_and_a_softcap_is_that_of_decode(self):
         q, (k, v) = randn(4, HEADS, D_HEAD), make_cache()
@@ -120,21 +105,21 @@ class TestDecode:
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
         assert wrapper.run(q, cache, out=out) is out
 
-    def test_a_second_plan_takes_the_place_of_the_first(self, kernels):
+    def test_a_second_plan_takes_the_place_of_the_first(self, attended):
         wrapper = self.planned()
         wrapper.plan(int32(0, 1), int32(4), int32(2), *SIZES, data_type="bfloat16")
         q, cache = randn(1, HEADS, D_HEAD).bfloat16(), [x.bfloat16() for x in make_cache()]
         wrapper.run(q, cache)
-        assert kernels[0]["block_table"].tolist() == [[4]]
-        assert kernels[0]["cache_seqlens"].tolist() == [2]
+        assert attended[0]["block_table"].tolist() == [[4]]
+        assert attended[0]["cache_seqlens"].tolist() == [2]
 
-    def test_tables_grow_by_powers_of_two(self, kernels):
+    def test_tables_grow_by_powers_of_two(self, attended):
         wrapper, q, cache = self.planned(), randn(1, HEADS, D_HEAD), make_cache()
         for pages, columns in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 8)):
             indices = torch.arange(pages).int()
             wrapper.plan(int32(0, pages), indices, int32(1), *SIZES)
             wrapper.run(q, cache)
-            table = kernels.pop()["block_table"]
+            table = attended.pop()["block_table"]
             assert table.shape == (1, columns) and torch.equal(table[0, :pages], indices)
 
     def test_of_no_pages_at_all(self):
@@ -144,7 +129,7 @@ class TestDecode:
         assert not o.any() and (lse == -math.inf).all()
 
     @pytest.mark.slow
-    def test_run_reads_no_value(self, kernels):
+    def test_run_reads_no_value(self, attended):
         make_fx: Callable[..., Any] = torch.fx.experimental.proxy_tensor.make_fx
         wrapper = self.planned()
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -153,7 +138,7 @@ class TestDecode:
             wrapper._block_table = fake(wrapper._block_table)
             wrapper._cache_seqlens = fake(wrapper._cache_seqlens)
             graph = make_fx(lambda q, k, v: wrapper.run(q, (k, v)))(q, k, v).graph
-        assert "flash_attention.decode.default" in str(graph) and kernels == []
+        assert "flash_attention.decode.default" in str(graph) and attended == []
 
     def test_is_compiled_whole(self):
         torch._dynamo.reset()
@@ -171,13 +156,13 @@ class TestGraphs:
             *(WORKSPACE, "NHD", True, False, *self.buffers), **options
         )
 
-    def test_each_plan_is_in_the_same_memory(self, kernels):
+    def test_each_plan_is_in_the_same_memory(self, attended):
         wrapper = self.wrapper()
         assert wrapper.is_cuda_graph_enabled
         q, cache = randn(4, HEADS, D_HEAD), make_cache()
         wrapper.plan(INDPTR, INDICES, LAST, *SIZES)
         wrapper.run(q, cache)
-        table, lengths = (kernels[0][name] for name in ("block_table", "cache_seqlens"))
+        table, lengths = (attended[0][name] for name in ("block_table", "cache_seqlens"))
         assert table.shape == (4, 8) and table[2].tolist()[:3] == [0, 5, 3]
         assert lengths.tolist() == list(LENGTHS)
         for buffer, x in zip(self.buffers, (INDPTR, INDICES, LAST), strict=True):
@@ -501,22 +486,22 @@ class TestRunRefuses:
             ({"lse": randn(4, 4)}, ValueError, r"lse is torch\.float16 \(4, 4\): pass torch\.floa"),
         ],
     )  # fmt: skip
-    def test_names_what_is_wrong(self, kernels, changes, error, message):
+    def test_names_what_is_wrong(self, attended, changes, error, message):
         wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
         wrapper.plan(**DECODE)
         given = {"q": randn(4, HEADS, D_HEAD), "paged_kv_cache": make_cache(), **changes}
         with pytest.raises(error, match=message):
             wrapper.run(**given)
-        assert kernels == []
+        assert attended == []
 
-    def test_of_another_layout(self, kernels):
+    def test_of_another_layout(self, attended):
         wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND")
         wrapper.plan(**DECODE)
         with pytest.raises(
             ValueError, match=r"\(2, 4, 64\): pass \(pages, num_kv_heads, page_size"
         ):
             wrapper.run(randn(4, HEADS, D_HEAD), make_cache())
-        assert kernels == []
+        assert attended == []
 
 
 @pytest.mark.parametrize(

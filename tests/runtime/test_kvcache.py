@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flash_attention import decode, flash_attn, flash_attn_3
-from flash_helpers.runtime import call
 
 BATCH, ROOM, KV_HEADS, D_HEAD = 3, 24, 2, 64
 LENGTHS = (5, 0, 23)
@@ -70,20 +69,6 @@ def in_pages(b: int, key: int) -> tuple[int, int] | None:
         return None
     page = int(TABLE[b, key // PAGE_SIZE])
     return (page, key % PAGE_SIZE) if 0 <= page < PAGES else None
-
-
-@pytest.fixture
-def attended(monkeypatch) -> list[dict[str, torch.Tensor]]:
-    """The tensors of kernels that would have run; they compute zeros."""
-    found: list[dict[str, torch.Tensor]] = []
-
-    def run(self: call.ReadyCall, *_: object) -> None:
-        found.append(dict(self.tensors))
-        for x in self.outputs.values():
-            x.zero_()
-
-    monkeypatch.setattr(call.ReadyCall, "simulate", run)
-    return found
 
 
 class TestAppend:
