@@ -4,7 +4,8 @@ The rule, for an output O of one dtype with unit roundoff u (2^-11 for fp16, 2^-
 for fp32) and the float64 result R on the same inputs, unless the operation has a bound of its own:
 
     max |O - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
-    ||O - R|| / ||R||    <=  u
+    ||O - R|| / ||R||    <=  ||E|| / ||R||, where E is `rounding_errors`: u |R|, and more where
+                             elements of R are subnormal in the dtype
 
 `plain` is the result of plain PyTorch, with each operation rounded to the dtype.
 """
@@ -110,8 +111,18 @@ def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
     return half_ulps(torch.tensor(magnitude, dtype=torch.float64), dtype).item()
 
 
+def rounding_errors(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the largest error that rounding to `dtype` leaves of each value: the unit roundoff
+    times the value; of a subnormal one half the spacing there, at most twice the value, since a
+    value that is not exact may be rounded away from 0. values: float64."""
+    info = torch.finfo(dtype)
+    u, sizes = info.eps / 2, values.abs()
+    return torch.maximum(sizes * u, (2 * sizes).clamp_(max=info.tiny * u))
+
+
 def relative_bound(dtype: torch.dtype) -> float:
-    """Return the largest relative Frobenius error allowed: the unit roundoff of `dtype`."""
+    """Return the largest relative Frobenius error allowed of normal numbers: the unit roundoff of
+    `dtype`."""
     return torch.finfo(dtype).eps / 2
 
 

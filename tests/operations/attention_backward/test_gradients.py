@@ -117,6 +117,20 @@ def test_the_error_of_a_delta_adds_up_over_keys_that_are_alike():
     assert error.within(right.bounds["dq"]), error.excess(right.bounds["dq"])
 
 
+@pytest.mark.parametrize("size", [2.0**-8, 2.0**-14, 2.0**-18])
+def test_roundings_of_subnormal_numbers_stay_within_the_bounds_and_wrong_ones_do_not(size):
+    """With a dO this small, P (dP - delta) and the gradients are subnormal in fp16."""
+    problem = SMALL.in_dtype(Element.FP16)
+    inputs = draw("normal", problem)
+    inputs["do"] *= size
+    right = reference(problem, inputs)
+    for gradient, found in as_a_kernel(problem, inputs).items():
+        bound = right.bounds[gradient]
+        error = measure_error(found, right.expected[gradient])
+        assert error.within(bound), f"{gradient}: {error.excess(bound)}"
+        assert not measure_error(2 * found, right.expected[gradient]).within(bound)
+
+
 MISTAKES = {
     "delta is left out": lambda x: {**x, "o": torch.zeros_like(x["o"])},
     "the LSE is that of another row": lambda x: {**x, "lse": x["lse"].roll(1, dims=2)},

@@ -247,6 +247,26 @@ def test_plain_attention_rounds_to_its_dtype_and_float64_does_not(dtype: torch.d
     assert relative_bound(dtype) / 8 < error.relative < 8 * relative_bound(dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sink", [0.0, 17.0, 20.0])
+def test_one_rounding_is_within_the_bound_even_of_subnormal_results_and_a_wrong_weight_is_not(
+    sink: float, dtype: torch.dtype
+) -> None:
+    q, k, v = make_inputs("normal", SHAPE, dtype)
+    reference = attention_reference(q, k, v, sinks=torch.full((SHAPE.heads,), sink))
+    right, bound = reference.expected["o"], reference.bounds["o"]
+    assert measure_error(right.to(dtype), right).within(bound)
+    assert not measure_error((1.05 * right).to(dtype), right).within(bound)
+
+
+def test_results_too_small_for_the_dtype_may_be_zeros() -> None:
+    q, k, v = make_inputs("normal", SHAPE, torch.float16)
+    reference = attention_reference(q, k, v, sinks=torch.full((SHAPE.heads,), 40.0))
+    right = reference.expected["o"]
+    assert measure_error(right.half(), right).relative == 1
+    assert measure_error(right.half(), right).within(reference.bounds["o"])
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_never_passes(value: float) -> None:
     q, k, v = make_inputs("normal", SHAPE, torch.float16)

@@ -15,9 +15,10 @@ or a single key per query all of dQ and dK does. A has, for each element, twice 
 of what a kernel's roundings to the dtype do to it, and u |R| for roundings that all point one way,
 as those of equal values. A kernel rounds P and dS before their products, O before it is read, and
 the gradients; the rest is float32. A rounding changes a value by a fraction of at most u, whose
-root mean square is at most r = u / sqrt(3), and independent ones add up by their squares. The
-error of a query's delta is one and the same for all of its keys, so that in dQ it multiplies the
-sum over them. With squares element by element, t = r + c and f = t^2 + r^2 + s^2:
+root mean square is at most r = u / sqrt(3), and independent ones add up by their squares. Of values
+that are subnormal in the dtype, r and u are larger (`rounding_errors`). The error of a query's
+delta is one and the same for all of its keys, so that in dQ it multiplies the sum over them. With
+squares element by element, t = r + c and f = t^2 + r^2 + s^2:
 
     of dV^2      t^2 (P^T)^2 dO^2  +  r^2 dV^2
     of delta^2   r^2 (dO^2 . O^2)
@@ -40,7 +41,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_helpers.check.errors import OutputError, Reference, half_ulp, measure_error
+from flash_helpers.check.errors import (
+    OutputError,
+    Reference,
+    half_ulp,
+    measure_error,
+    rounding_errors,
+)
 from flash_helpers.operations.attention_backward.problem import GRADIENTS, AttentionBackward
 from flash_helpers.operations.attention_forward.reference import (
     MAX_SCORES,
@@ -110,10 +117,12 @@ def _gradients(
     sums = torch.promote_types(dtype, torch.float32)
     dK, dV = (torch.zeros(x.shape, dtype=sums, device=q.device) for x in (K, V))
     of_dQ, of_dK, of_dV = (torch.zeros_like(x) for x in (dQ, dK, dV))
-    u = torch.finfo(q.dtype).eps / 2
-    r = u / math.sqrt(3)
-    of_P = r + tanh_error(q, k, softmax_scale, softcap)
-    of_factors = of_P**2 + r**2 + (_TANH_SQUARED_ERROR**2 if softcap else 0.0)
+
+    def mean_error(x: torch.Tensor) -> torch.Tensor:
+        return rounding_errors(x, q.dtype) / math.sqrt(3)
+
+    of_tanh = tanh_error(q, k, softmax_scale, softcap)
+    of_factor = _TANH_SQUARED_ERROR if softcap else 0.0
     rows_at_once = max(1, min(n_rows, max_scores // len_k))
     at_once = max(1, max_scores // (rows_at_once * len_k))
     for first in range(0, n_sequences, at_once):
@@ -142,16 +151,19 @@ def _gradients(
             dK[some] += (dS.mT @ Q_some).mul_(scale)
             dV[some] += P.mT @ dO_some
             if with_allowed:
-                of_delta = r**2 * (dO_some * output).square().sum(-1, keepdim=True)
-                of_dS = of_factors * (P * difference).square()
+                of_delta = (dO_some * mean_error(output)).square().sum(-1, keepdim=True)
+                of_P = (mean_error(P) + of_tanh * P).square()
+                uncapped = P * difference
+                of_dS = of_P * difference.square() + mean_error(uncapped).square()
+                of_dS += (of_factor * uncapped).square()
                 sums_of_dQ = of_dS @ K_some.square() + of_delta * (weights @ K_some).square()
                 of_dQ[some, rows] = sums_of_dQ.mul_(scale**2)
                 of_dS += of_delta * P.square()
                 of_dK[some] += (of_dS.mT @ Q_some.square()).mul_(scale**2)
-                of_dV[some] += of_P**2 * (P.square().mT @ dO_some.square())
+                of_dV[some] += of_P.mT @ dO_some.square()
     found = (dQ, dK, dV)
     allowed = (
-        2 * (squares + (r * x).square()).sqrt() + u * x.abs()
+        2 * (squares + mean_error(x).square()).sqrt() + rounding_errors(x, q.dtype)
         for squares, x in zip((of_dQ, of_dK, of_dV), found, strict=True)
     )
     both = (
