@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ _WANTED = ("of_q", "of_k", "of_v")  # of each gradient, in their order
 _CHUNK = 8  # elements: strides are multiples of it, and memory begins at a multiple of 16 bytes
 _CHUNK_BYTES = 16
 
-_NO_SECOND = (
+NO_SECOND = (
     "flash_attention has no second derivative: call backward() or torch.autograd.grad() without "
     "create_graph, or use torch.nn.functional.scaled_dot_product_attention with its math backend"
 )
-_NO_LSE = (
+NO_LSE = (
     "flash_attention has no gradient of the LSE, and what is differentiated depends on it: use "
     "lse.detach()"
 )
@@ -79,8 +79,24 @@ _gradients = define(
     "bool of_k, bool of_v) -> (Tensor, Tensor, Tensor)",
     _compute,
     _fake,
-    refusal=_NO_SECOND,
+    refusal=NO_SECOND,
 )
+
+
+def gradients(
+    given: Sequence[torch.Tensor],
+    begins: tuple[torch.Tensor, torch.Tensor] | None,
+    *options: Any,
+    asked: Sequence[bool] = (True, True, True),
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v; one that is not asked for is empty.
+
+    given: do, q, k, v, o and lse, with a dimension for the batch if `begins` is None. begins:
+    cu_seqlens of queries and keys. options: those of the operator, without their names.
+    """
+    if begins is None:
+        return _gradients(*given, None, None, *options, *asked)
+    return tuple(x[0] for x in _gradients(*(x[None] for x in given), *begins, *options, *asked))
 
 
 class _Attention(torch.autograd.Function):
@@ -114,7 +130,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if dlse is not None:
-            raise RuntimeError(_NO_LSE)
+            raise RuntimeError(NO_LSE)
         none = (None,) * 7
         if do is None:
             return none

@@ -1,0 +1,380 @@
+"""Attention on a sequence that several ranks share: keys and values travel around a ring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from flash_attention._backward import NO_LSE, NO_SECOND
+from flash_attention._forward import _ALL_KEYS, _NO_OPTIONS, _check_flag, _options, _scale
+from flash_attention._operators import _NoBackward, refuse_tangents
+from flash_attention.distributed._group import Group, Ranks, Ring
+from flash_attention.distributed._pieces import Bound, pieces_of
+from flash_attention.distributed._placement import Placement, check_placement, shard_length
+from flash_attention.distributed._sequences import (
+    Call,
+    Options,
+    calls_of_batch,
+    calls_of_sequences,
+)
+from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.runtime.tensors import check_types, element_of, posed_problem
+
+_AXES = ("batch", "shard", "heads", "d_head")
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group = None,
+    *,
+    placement: Placement = "zigzag",
+    causal: bool = False,
+    window_size: tuple[int, int] = _ALL_KEYS,
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    check_shards: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute `attention` on a sequence of which each rank of a group holds a shard.
+
+    Keys and values travel from rank to rank. In each of as many steps as there are ranks, a rank
+    computes its queries on the keys that it holds, while the next ones arrive, and merges the
+    result into its sums by the LSE, in fp32. Each rank merges in an order of its own that never
+    changes, so that repeated calls give the same bits. On CUDA the transfers have a stream of
+    their own.
+
+    q: (batch, shard, heads, d_head), fp16 or bf16; the shard that `shard` cuts.
+    k, v: (batch, shard, kv_heads, d_head), likewise.
+    group: a process group, a DeviceMesh of one dimension, or None for all processes.
+    placement: which positions a rank holds. With a causal mask "zigzag" and "striped" give all
+        ranks the same work; "contiguous" does not.
+    causal, window_size, softcap, softmax_scale, deterministic: as for `attention`. The mask is that
+        of the whole sequence. `deterministic` is for the gradient of q.
+    cu_seqlens: with sequences of various lengths, where each begins in the whole, and then the
+        total: (sequences + 1,), whole numbers or a tensor on the CPU, because the host cuts each
+        sequence. Tensors are then (shard, heads, d_head), and the shard is cut with the same
+        cu_seqlens. A window needs placement "striped".
+    return_lse: also return the LSE, (batch, heads, shard), or (heads, shard) with cu_seqlens; fp32.
+    check_shards: ranks first tell each other sizes and options, and all refuse what differs.
+        Without a backend for CPU tensors, such as "cpu:gloo,cuda:nccl" has, the host waits for the
+        GPU there. With False, ranks that differ have undefined results, or wait for the timeout.
+
+    Returns o, with the shape and dtype of q; with return_lse (o, lse). Autograd has the gradients
+    of q, k and v; those of k and v travel with their keys, in fp32. The LSE has none. Sinks are not
+    taken: multiply o by torch.sigmoid(lse - sinks). Under torch.compile the call breaks the graph.
+
+    PyTorch's own context_parallel takes other attention by private tables alone (PyTorch 2.13,
+    torch.distributed.tensor.experimental), so that this function is not registered there.
+
+    Raises TypeError and ValueError for arguments, as `attention` does, and for shards and options
+    that are not equal on all ranks. Raises RuntimeError without an initialised group, while a CUDA
+    graph is captured, and where an exchange fails: with gloo at the group's timeout, or when
+    another rank has left; NCCL's watchdog then ends the process.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    check_types(tensors)
+    refuse_tangents((q, k, v))
+    ranks = Ranks.of(group, "ring_attention")
+    ranks.check_device(tensors)
+    plan: _Plan | None = None
+
+    def check() -> Mapping[str, Any]:
+        nonlocal plan
+        plan = _planned(
+            ranks,
+            tensors,
+            placement=placement,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            softmax_scale=softmax_scale,
+            cu_seqlens=cu_seqlens,
+            flags={"return_lse": return_lse, "deterministic": deterministic},
+        )
+        return plan.common
+
+    _check_flag("check_shards", check_shards)
+    ranks.agree(check, is_asked=check_shards)
+    assert plan is not None
+    o, lse = _Ring.apply(q, k, v, plan)
+    return (o, lse) if return_lse else o
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The calls of kernels that a rank makes for a call of a ring.
+
+    calls: in each step, on the keys that have arrived then. common: what all ranks share.
+    """
+
+    ranks: Ranks
+    calls: Sequence[Sequence[Call]]
+    options: Options
+    dim: int
+    common: Mapping[str, Any]
+
+
+def _planned(
+    ranks: Ranks,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    placement: str,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    softmax_scale: float | None,
+    cu_seqlens: Sequence[int] | torch.Tensor | None,
+    flags: Mapping[str, bool],
+) -> _Plan:
+    """Return the plan. Raises TypeError and ValueError for arguments."""
+    check_placement(placement)
+    for name, value in {"causal": causal, **flags}.items():
+        _check_flag(name, value)
+    left, right, cap = _options(window_size, softcap, None) or _NO_OPTIONS
+    scale = _scale(softmax_scale)
+    window = (left, 0) if causal else (left, right)
+    begins = None if cu_seqlens is None else begins_of(cu_seqlens)
+    check_shapes(tensors, is_packed=begins is not None)
+    q, k, v = tensors.values()
+    dim = 1 if begins is None else 0
+    dense = {name: x if dim else x[None] for name, x in tensors.items()}
+    element = element_of("q", q, AttentionForward.elements)
+    posed_problem(AttentionForward, element, dense, causal=causal, softmax_scale=scale, softcap=cap)
+    len_q, len_k = q.shape[dim], k.shape[dim]
+    if len_q != len_k and (begins is not None or window != (None, None)):
+        raise ValueError(
+            f"a shard has {len_q} queries and {len_k} keys: a mask and cu_seqlens need as many of "
+            "both; pad the shorter, or leave out causal and window_size"
+        )
+    size, rank = ranks.size, ranks.rank
+    sources = [(rank - step) % size for step in range(size)]  # of the keys of each step
+    if begins is None:
+        if placement == "zigzag" and window != (None, None) and len_q % 2:
+            raise ValueError(
+                f"a shard has length {len_q}, and placement 'zigzag' has two halves in each: pad "
+                f"the sequence to a multiple of {2 * size}, or choose placement 'striped'"
+            )
+        lengths = len_q, len_k
+        pieces = [pieces_of(placement, size, rank, s, lengths, window) for s in sources]
+        calls = [calls_of_batch(each, len_q, len_k) for each in pieces]
+    else:
+        calls = _calls_of_sequences(ranks, placement, begins, window, len_q, sources, q.device)
+    common = {
+        "batch": q.shape[0] if dim else 1,
+        "shard length": len_q,
+        "keys of a shard": len_k,
+        "heads": q.shape[-2],
+        "heads of K and V": k.shape[-2],
+        "d_head": q.shape[-1],
+        "d_v": v.shape[-1],
+        "dtype": str(q.dtype),
+        "causal": causal,
+        "window_size": window,
+        "placement": placement,
+        "softcap": cap,
+        "softmax_scale": scale,
+        "cu_seqlens": begins,
+        "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+    }
+    return _Plan(ranks, calls, Options(cap, scale, flags["deterministic"]), dim, common)
+
+
+def begins_of(cu_seqlens: Sequence[int] | torch.Tensor) -> tuple[int, ...]:
+    """Return where sequences begin, and the total. Raises TypeError and ValueError for what is no
+    such list, or lies on a device."""
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"cu_seqlens is on {cu_seqlens.device}, and the host cuts the sequences: pass it "
+                "on the CPU, where the lengths are known before"
+            )
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
+            raise TypeError(
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}: pass int32 "
+                "of shape (sequences + 1,)"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    begins = tuple(cu_seqlens)
+    if not begins or any(type(begin) is not int for begin in begins):
+        raise TypeError(f"cu_seqlens is {cu_seqlens!r}: pass whole numbers, 0 first")
+    if begins[0] != 0:
+        raise ValueError(f"cu_seqlens begins with {begins[0]}: pass 0 first")
+    for n, (begin, end) in enumerate(pairwise(begins)):
+        if end < begin:
+            raise ValueError(
+                f"cu_seqlens falls from {begin} to {end} at sequence {n}: pass cumulative lengths"
+            )
+    return begins
+
+
+def check_shapes(tensors: Mapping[str, torch.Tensor], *, is_packed: bool) -> None:
+    """Raises ValueError for another number of dimensions than that of (batch, shard, heads,
+    d_head), or of (shard, heads, d_head) where sequences are packed."""
+    axes = _AXES[1:] if is_packed else _AXES
+    for name, x in tensors.items():
+        if x.ndim != len(axes):
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: pass "
+                f"({', '.join(axes)}){' with cu_seqlens' if is_packed else ''}"
+            )
+
+
+def _calls_of_sequences(
+    ranks: Ranks,
+    placement: str,
+    begins: tuple[int, ...],
+    window: tuple[Bound, Bound],
+    rows: int,
+    sources: Sequence[int],
+    device: torch.device,
+) -> list[list[Call]]:
+    """Return the calls of each step for sequences of various lengths."""
+    if placement != "striped" and window not in ((None, None), (None, 0)):
+        raise ValueError(
+            f"window_size with cu_seqlens in placement {placement!r}: the mask between two shards "
+            "depends on the length of each sequence there: choose placement 'striped'"
+        )
+    size, rank = ranks.size, ranks.rank
+    lengths = [
+        shard_length(end - begin, size, placement, f"sequence {n}")
+        for n, (begin, end) in enumerate(pairwise(begins))
+    ]
+    if sum(lengths) != rows:
+        raise ValueError(
+            f"cu_seqlens ends with {begins[-1]}, which is {sum(lengths)} rows for each of {size} "
+            f"ranks, and q has {rows}: pass the shard of these sequences"
+        )
+    found = []
+    for source in sources:
+        pieces = [pieces_of(placement, size, rank, source, (n, n), window) for n in lengths]
+        found.append(calls_of_sequences(pieces, lengths, device))
+    return found
+
+
+class _Ring(torch.autograd.Function):
+    """A node of the autograd graph for the whole ring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = _forward(q, k, v, plan)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if dlse is not None:
+            raise RuntimeError(NO_LSE)
+        if do is None:
+            return None, None, None, None
+        plan = ctx.plan
+        found = _NoBackward.apply(
+            NO_SECOND, lambda *given: _backward(given, plan), do, *ctx.saved_tensors
+        )
+        return (*found, None)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and LSE of this rank's queries on all keys."""
+    size = plan.ranks.size
+    ring = Ring(plan.ranks, q.device)
+    sums = _Sums(q, v, plan.dim)
+    held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
+    # the keys of step t are received into one pair while those of step t - 1 leave the other
+    pairs = [tuple(torch.empty_like(x) for x in held) for _ in range(min(2, size - 1))]
+    for step, calls in enumerate(plan.calls):
+        transfer = None
+        if step + 1 < size:
+            arriving = pairs[step % 2]
+            transfer = ring.pass_on(held, arriving, "keys and values", step)
+        for call in calls:
+            sums.add(call, *call.forward(q, held, plan.options))
+        if transfer is not None:
+            transfer.wait()
+            held = arriving
+    return sums.o.to(q.dtype), sums.lse
+
+
+class _Sums:
+    """o and LSE of the keys so far, in fp32."""
+
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, dim: int) -> None:
+        *rows, heads, _ = q.shape
+        size = (*rows[:dim], heads, rows[dim])
+        self.o = q.new_zeros((*rows, heads, v.shape[-1]), dtype=torch.float32)
+        self.lse = q.new_full(size, -math.inf, dtype=torch.float32)
+
+    def add(self, call: Call, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge attention on other keys into the rows of a call: with w the share of its keys in
+        the sum of exponentials,
+
+            w = exp(lse') / (exp(lse) + exp(lse'))      o = o + w (o' - o)
+        """
+        last = lse.ndim - 1
+        of_rows, lse_of_rows = call.rows.take(self.o, call.dim), call.rows.take(self.lse, last)
+        share = torch.sigmoid(lse - lse_of_rows)
+        share.masked_fill_(lse == -math.inf, 0.0)  # -inf less -inf is no number
+        of_rows.lerp_(o.float(), share.transpose(-1, -2)[..., None])
+        lse_of_rows.copy_(torch.logaddexp(lse_of_rows, lse))
+        call.rows.put(self.o, call.dim, of_rows)
+        call.rows.put(self.lse, last, lse_of_rows)
+
+
+def _backward(
+    tensors: Sequence[torch.Tensor], plan: _Plan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of this rank's q, k and v. tensors: do, q, k, v, o and lse.
+
+    In step t the keys of rank r - t are here, and the sums of their gradients arrive from the rank
+    that had them in step t - 1. A last hop brings the sums to the rank of their keys.
+    """
+    do, q, k, v, o, lse = tensors
+    size, dim = plan.ranks.size, plan.dim
+    options = plan.options
+    if torch.are_deterministic_algorithms_enabled():
+        options = replace(options, deterministic=True)
+    ring = Ring(plan.ranks, q.device)
+    given = do, q, o, lse
+    dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
+    pairs = [tuple(torch.empty_like(x) for x in held) for _ in range(min(2, size - 1))]
+    sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in held)
+    spare = tuple(torch.empty_like(x) for x in sums) if size > 1 else sums
+    for step, calls in enumerate(plan.calls):
+        of_keys = of_sums = None
+        if step > 0:
+            of_sums = ring.pass_on(sums, spare, "gradients of keys and values", step)
+            sums, spare = spare, sums
+        if step + 1 < size:
+            arriving = pairs[step % 2]
+            of_keys = ring.pass_on(held, arriving, "keys and values", step)
+        found = [(call, call.backward(given, held, options)) for call in calls]
+        if of_sums is not None:
+            of_sums.wait()
+        for call, (of_q, of_k, of_v) in found:
+            call.rows.add(dq, dim, of_q)
+            for sum_, part in zip(sums, (of_k, of_v), strict=True):
+                call.keys.add(sum_, dim, part)
+        if of_keys is not None:
+            of_keys.wait()
+            held = arriving
+    if size > 1:
+        ring.pass_on(sums, spare, "gradients of keys and values", size).wait()
+        sums = spare
+    return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)

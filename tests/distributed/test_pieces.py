@@ -1,0 +1,100 @@
+"""Which keys a rank's queries see in another rank's shard, by the pieces of the mask and by the
+positions that the ranks hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+from flash_attention.distributed._pieces import Piece, band, pieces_of
+from flash_attention.distributed._placement import (
+    PLACEMENTS,
+    held_by,
+    order_of,
+    parts_of,
+    rows_held,
+    shard_length,
+)
+
+WINDOWS = [*product((None, 0, 1, 3, 7, 40), (None, 0, 1, 2, 5, 40))]
+
+
+def seen(piece: Piece) -> Counter[tuple[int, int]]:
+    """Queries and keys of a piece, as the mask of a kernel, aligned to the bottom right, has
+    them."""
+    (a, b), (c, d) = piece.rows, piece.keys
+    found: Counter[tuple[int, int]] = Counter()
+    for row, key in product(range(b - a), range(d - c)):
+        ahead = key - (row + (d - c) - (b - a))
+        if (piece.left is None or -piece.left <= ahead) and (
+            piece.right is None or ahead <= piece.right
+        ):
+            found[a + row, c + key] += 1
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_pieces_of_all_shards_are_the_mask_of_the_whole_sequence(placement, size) -> None:
+    length = 3 * parts_of(placement, size)
+    held = [held_by(rank, size, length, placement).tolist() for rank in range(size)]
+    own = len(held[0])
+    for (left, right), rank, source in product(WINDOWS, range(size), range(size)):
+        pieces = pieces_of(placement, size, rank, source, (own, own), (left, right))
+        for piece in pieces:
+            assert piece.is_empty or min(piece.left or 0, piece.right or 0) >= 0
+        expected = {
+            (i, j): 1
+            for (i, query), (j, key) in product(enumerate(held[rank]), enumerate(held[source]))
+            if (left is None or query - left <= key) and (right is None or key <= query + right)
+        }
+        found = sum((seen(piece) for piece in pieces if not piece.is_empty), Counter())
+        assert found == expected, (left, right, rank, source)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_causal_zigzag_has_one_call_a_step_of_equal_work(size) -> None:
+    work = set()
+    for rank in range(size):
+        for step in range(1, size):
+            (piece,) = pieces_of("zigzag", size, rank, (rank - step) % size, (8, 8), (None, 0))
+            assert (piece.left, piece.right) == (None, None)  # all or nothing: no mask
+            work.add(sum(seen(piece).values()))
+    assert work == {32}
+
+
+def test_a_later_stripe_is_causal_without_the_first_row_and_the_last_key() -> None:
+    pieces = pieces_of("striped", 4, 1, 2, (5, 5), (None, 0))
+    assert pieces == [Piece((1, 5), (0, 4), None, 0)]
+
+
+def test_shards_behind_the_mask_are_empty() -> None:
+    (piece,) = pieces_of("contiguous", 3, 0, 2, (4, 4), (None, 0))
+    assert piece.is_empty
+    assert band(4, 4, 2, 1).is_empty  # no key is at least 2 ahead and at most 1
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_shards_hold_each_row_once(placement) -> None:
+    begins = (0, 12, 12, 36)
+    held = torch.cat([rows_held(rank, 3, begins, placement) for rank in range(3)])
+    assert held.sort().values.tolist() == [*range(36)]
+    places = order_of(3, begins, placement)
+    assert held[places].tolist() == [*range(36)]
+
+
+def test_positions_of_each_placement() -> None:
+    assert held_by(1, 2, 8, "contiguous").tolist() == [4, 5, 6, 7]
+    assert held_by(1, 2, 8, "striped").tolist() == [1, 3, 5, 7]
+    assert held_by(1, 2, 8, "zigzag").tolist() == [2, 3, 4, 5]
+    assert held_by(0, 2, 8, "zigzag").tolist() == [0, 1, 6, 7]
+
+
+def test_a_length_that_does_not_divide_says_how_much_to_pad() -> None:
+    with pytest.raises(ValueError, match=r"has length 10, .* of 4: pad it with 2 more, to 12"):
+        shard_length(10, 2, "zigzag")
+    with pytest.raises(ValueError, match=r"sequence 1 has length 3, .* multiple of 2"):
+        rows_held(0, 2, (0, 4, 7), "striped")
