@@ -34,7 +34,6 @@ from flash_helpers.console.progress import bar
 from flash_helpers.kernel_configs import OPERATIONS, STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.asked import one_operation
 from flash_helpers.measure.machine import git_commit
-from flash_helpers.measure.results import LIBRARY_NAMES
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,
@@ -218,7 +217,7 @@ def winner_text(found: BestConfig) -> str:
     lines = [
         f"{found.step} {found.dtype}: {found.config}, {found.mean_speed:.0f} "
         f"{operation.metric.unit}, {found.of_first:.3f} of "
-        f"{LIBRARY_NAMES[operation.first]}, of {found.n_candidates} timed"
+        f"{operation.libraries[operation.first]}, of {found.n_candidates} timed"
     ]
     lines += [
         f"  at {at.size}: {at.config}, {at.of_mean:.3f} of the winner's speed"

@@ -215,7 +215,8 @@ def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
     results, metric = evidence.results_of(step), metric_of(FAMILIES[step.family])
     told = ", ".join(_stairs_told(results, step, relative(GLOSSARY, arguments.page)))
     sentence = f"{step.id}: {told}." if told else NOT_MEASURED.format(step.id)
-    beside = {LIBRARY_NAMES[n]: share(results, n, DTYPE.short) for n in metric.beside}
+    titles = FAMILIES[step.family].operation.libraries
+    beside = {titles[n]: share(results, n, DTYPE.short) for n in metric.beside}
     if others := ", ".join(f"{name} {percent(of)}" for name, of in beside.items() if of):
         sentence += f" On the same GPU: {others}."
     alt = f"The {step.family} staircase with step {step.id} lit"
@@ -335,9 +336,10 @@ def _map_table(
         rows.append([f"**{name}**" if is_core else name, step.place, step.idea, *cells])
     metric = metric_of(families[0])
     results = evidence.results_of(next(iter(families[0].steps.values())))
+    titles = families[0].operation.libraries
     for library in metric.beside:
         if found := _percent_cell(share(results, library, DTYPE.short)):
-            rows.append(["", "", LIBRARY_NAMES[library], *[found] * len(headings)])
+            rows.append(["", "", titles[library], *[found] * len(headings)])
     table = Table(["step", "place", "idea", *headings], rows, "lll").markdown()
     if not results.sizes:
         return f"{table}\n\nNone of these steps was measured on a GPU yet."

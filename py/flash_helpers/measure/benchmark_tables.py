@@ -392,7 +392,7 @@ def header_lines(results: BenchmarkResults, step: Step, changed: Collection[str]
     lines = [
         f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
         f"{unit(results)} at {results.operation.size_word} {table_length(results)}, and share of "
-        f"{LIBRARY_NAMES[results.first]} in the harmonic mean over {swept}."
+        f"{results.operation.libraries[results.first]} in the harmonic mean over {swept}."
     ]
     resources = {record.name: record for record in results.resources}
     for config in tiles:
@@ -494,7 +494,8 @@ def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
 def _libraries(results: BenchmarkResults, dtype: str) -> Iterator[tuple[str, str]]:
     """The libraries that were measured, with their titles, without the control."""
     names = results.names(dtype)
-    return ((name, LIBRARY_NAMES[name]) for name in results.library_names if name in names)
+    titles = results.operation.libraries
+    return ((name, titles[name]) for name in results.library_names if name in names)
 
 
 def _rate_of_first(results: BenchmarkResults, dtype: str, load: str) -> float | None:
@@ -507,10 +508,10 @@ def _legend(results: BenchmarkResults, dtype: str) -> str:
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
     swept = f"{results.operation.size_title}s"
     same_tile = " at the same tile" if _has_tiles(results, dtype) else ""
+    title = results.operation.libraries[results.first]
     sentences = [
-        f"{first.capitalize()} is {LIBRARY_NAMES[results.first]}: each sample is compared with "
-        f"{first}'s sample next to it in the same round, and % is the ratio of the harmonic means "
-        f"over {swept} {span}.",
+        f"{first.capitalize()} is {title}: each sample is compared with {first}'s sample next to "
+        f"it in the same round, and % is the ratio of the harmonic means over {swept} {span}.",
         *_tile_sentences(results, dtype),
         f"Speeds are {LOAD_TEXTS[results.main_load]}.",
     ]

@@ -45,7 +45,8 @@ CUDNN = "pytorch_cudnn"
 FLASH_ATTN = "flash_attn"
 FA3 = "fa3"
 CONTROL = "pytorch_flash_again"
-# Contenders of every operation that are not kernels.
+# Contenders of every operation that are not kernels. Operations may have libraries of one name, so
+# that the title of a library is asked of its operation.
 LIBRARY_NAMES: Mapping[str, str] = MappingProxyType(
     {
         name: title

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from flash_helpers.compile.cubins import Cubin, code_of
-from flash_helpers.measure.results import LIBRARY_NAMES, Measurement, Protocol
+from flash_helpers.measure.results import Measurement, Protocol
+from flash_helpers.registry.operation import Operation
 from flash_helpers.tune.process import (
     CompiledConfig,
     KernelFile,
@@ -86,7 +87,7 @@ class Measurer:
         problems.
         """
         config = compiled[0][0].config
-        first = config.family.operation.first
+        operation = config.family.operation
         names = [own[0].config.short_form() for own in compiled]
         asked = [
             [code_of(own) for own in compiled],
@@ -106,14 +107,14 @@ class Measurer:
             for name, own in zip(names, compiled, strict=True)
         )
         request = Request(configs, tuple(sizes), protocol)
-        found = self._ask(key, request, first)
-        if any(m.failure for m in found.measurements if m.name == first):
+        found = self._ask(key, request, operation)
+        if any(m.failure for m in found.measurements if m.name == operation.first):
             # The kernel before this one may have damaged memory.
-            found = self._ask(key, request, first)
+            found = self._ask(key, request, operation)
         self.journal.note(found)
         return found
 
-    def _ask(self, key: str, request: Request, first: str) -> JournalEntry:
+    def _ask(self, key: str, request: Request, operation: Operation) -> JournalEntry:
         n_configs = len(request.configs)
         timeout_s = self.kernel_s * (1 + n_configs * len(request.sizes))
         try:
@@ -133,8 +134,9 @@ class Measurer:
         failure = ""
         if not answer.measurements:
             failure = "no problem fits in the GPU's memory"
-        elif any(m.name == first for m in wrong):
-            failure = f"{LIBRARY_NAMES[first]} beside it failed: {wrong[0].failure}"
+        elif any(m.name == operation.first for m in wrong):
+            title = operation.libraries[operation.first]
+            failure = f"{title} beside it failed: {wrong[0].failure}"
         elif wrong and n_configs == 1:
             failure = wrong[0].failure
         return JournalEntry(key, failure, answer.measurements)
