@@ -92,7 +92,10 @@ class PlatformDistribution(Distribution):
 
 setup(
     version=__version__,
-    packages=[PACKAGE, f"{PACKAGE}.distributed", f"{PACKAGE}.integrations"],
+    packages=[
+        PACKAGE,
+        *(f"{PACKAGE}.{part}" for part in ("distributed", "integrations", "multimodal")),
+    ],
     package_data={PACKAGE: ["py.typed"]},
     install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
     distclass=PlatformDistribution,

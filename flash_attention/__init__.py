@@ -5,6 +5,7 @@
     o = flash_attention.forward("v16_bf16_...", q, k, v)  # by the named kernel
     o = flash_attention.flash_attn.flash_attn_func(q, k, v)  # with FlashAttention-2's arguments
     y = flash_attention.run("s3_bf16_w8_c4", x)["y"]  # another operation: softmax along rows
+    model = flash_attention.multimodal.MultimodalTransformer()  # blocks of a sequence and a context
 
 On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
 `kernels()` lists the kernels; `python -m flash_attention` prints them. One that the library does
@@ -13,7 +14,9 @@ not hold is compiled at its first call, or by `prepare()` before.
 FLASH_ATTENTION_LOGLEVEL, read at import, makes a log of calls (`flash_helpers.runtime.call_log`).
 """
 
+import importlib
 import sys
+from typing import Any
 
 if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     # On the way to __main__, which needs none of these imports and imports torch later.
@@ -46,8 +49,16 @@ __all__ = [
     "forward",
     "forward_timed",
     "kernels",
+    "multimodal",
     "prepare",
     "resources",
     "run",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the modules that are imported when they are first used."""
+    if name == "multimodal":
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

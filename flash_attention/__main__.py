@@ -1,4 +1,5 @@
-"""Print the kernels, the GPU that they would run on, and their compiler; or run a command."""
+"""Print the kernels, the GPU that they would run on, their compiler, and where the parts of a
+transformer block run; or run a command."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import importlib
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from flash_helpers.compile.jit import default_jit
@@ -15,7 +17,8 @@ from flash_helpers.runtime import library
 PROG = "python -m flash_attention"
 
 DESCRIPTION = """\
-Print the kernels, the GPU that they would run on, and their compiler; or run a command.
+Print the kernels, the GPU that they would run on, their compiler, and where the parts of a block of
+flash_attention.multimodal run; or run a command.
 
 commands, each with a --help of its own:
   cache     list and remove the kernels that were compiled at first use
@@ -67,6 +70,8 @@ def summary() -> dict[str, Any]:
     """The printed facts, ready for JSON."""
     import torch
 
+    from flash_attention.multimodal import places
+
     major, minor = library.cuda_version()
     kernels = [config.short_form() for config in library.kernels()]
     return {
@@ -77,6 +82,7 @@ def summary() -> dict[str, Any]:
         "device": device_text(),
         "compiler": compiler_text(),
         "cache": str(default_jit().cache.writable),
+        "block": [asdict(place) for place in places()],
         "kernels": kernels,
     }
 
@@ -106,12 +112,16 @@ def print_summary(as_json: bool) -> int:
     if as_json:
         print(json.dumps(found, indent=2))
         return 0
+    from flash_attention.multimodal import places_table
+
     kernels = found.pop("kernels")
+    del found["block"]
     lines = [
         f"{name:14}{' '.join(value) if isinstance(value, list) else value}"
         for name, value in [*found.items(), ("kernels", len(kernels))]
     ]
-    print_text("\n".join([*lines, *(f"  {name}" for name in kernels)]) + "\n")
+    lines += [f"  {name}" for name in kernels]
+    print_text("\n".join([*lines, "", places_table().text()]) + "\n")
     return 0
 
 

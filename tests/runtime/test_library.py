@@ -491,6 +491,7 @@ class TestCommand:
             "device",
             "compiler",
             "cache",
+            "block",
             "kernels",
         }
 

@@ -1,0 +1,287 @@
+"""Self, cross and joint attention, with norms of Q and K over the whole width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from flash_attention.multimodal._attend import BACKENDS, Backend, attend
+from flash_attention.multimodal._checks import (
+    check_batch,
+    check_choice,
+    check_dropout,
+    check_heads,
+    check_rotary,
+    check_size,
+    check_tokens,
+    checked_mask,
+)
+from flash_attention.multimodal._rotary import rotate
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Integer
+
+    Mask = Bool[Tensor, "batch length"] | Integer[Tensor, " batch"]
+
+EPS = 1e-6
+
+
+class _Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of x, also where weights are in another, as under autocast."""
+
+    def forward(self, x: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
+        """Return x over the root mean square of its last dimension, times the weight."""
+        assert self.weight is not None
+        return rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class _Projections(nn.Module):
+    """The layers of one sequence: Q, K and V by one linear layer, the norms of Q and K, and the
+    output's linear layer with the norm behind it.
+
+    tokens: width of the tokens, which is also that of the output. width: of all heads together.
+    has_queries: whether the sequence has queries and an output, beside keys and values.
+    """
+
+    def __init__(
+        self, tokens: int, width: int, heads: int, eps: float, bias: bool, has_queries: bool = True
+    ) -> None:
+        super().__init__()
+        self.d_head = check_heads(width, heads)
+        check_size("context_width", tokens)
+        self.width, self.has_queries = width, has_queries
+        self.qkv = nn.Linear(tokens, (3 if has_queries else 2) * width, bias=bias)
+        self.k_norm = _Norm(width, eps=eps)
+        if has_queries:
+            self.q_norm = _Norm(width, eps=eps)
+            self.out = nn.Linear(width, tokens, bias=bias)
+            self.out_norm = _Norm(tokens, eps=eps)
+
+    def keys_and_values(
+        self, projected: Float[Tensor, "batch seq parts"]
+    ) -> tuple[Float[Tensor, "batch seq heads d_head"], Float[Tensor, "batch seq heads d_head"]]:
+        """Return K, behind its norm, and V."""
+        k, v = projected.split(self.width, -1)[-2:]
+        return self.heads(self.k_norm(k)), self.heads(v)
+
+    def queries(
+        self, projected: Float[Tensor, "batch seq parts"]
+    ) -> Float[Tensor, "batch seq heads d_head"]:
+        """Return Q, behind its norm."""
+        q = projected.split(self.width, -1)[0]
+        return self.heads(self.q_norm(q))
+
+    def heads(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq heads d_head"]:
+        """Split into heads."""
+        return x.unflatten(-1, (-1, self.d_head))
+
+    def output(
+        self, o: Float[Tensor, "batch seq heads d_head"]
+    ) -> Float[Tensor, "batch seq tokens"]:
+        """Return the output of attention in the width of the tokens."""
+        return self.out_norm(self.out(o.flatten(-2)))
+
+
+class _Attention(nn.Module):
+    """The base of the three modules: dropout and the backend."""
+
+    def __init__(self, dropout: float, backend: Backend) -> None:
+        super().__init__()
+        check_dropout(dropout)
+        check_choice("backend", backend, BACKENDS)
+        self.dropout, self.backend = dropout, backend
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> Float[Tensor, "batch seq heads d_head"]:
+        """Compute attention by the module's backend."""
+        dropout = self.dropout if self.training else 0.0
+        return attend(q, k, v, mask, dropout=dropout, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        """Return the options in the text of a model."""
+        return f"dropout={self.dropout}, backend={self.backend!r}"
+
+
+def _turned(
+    rotary: Float[Tensor, "positions pairs 2"] | None, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return Q or K with rotary embedding, if there is any."""
+    if rotary is None:
+        return tensors
+    check_rotary(rotary, tensors[0].shape[1], tensors[0].shape[3])
+    return tuple(rotate(x, rotary) for x in tensors)
+
+
+class SelfAttention(_Attention):
+    """Attention of a sequence to itself.
+
+    Q, K and V are one linear layer of x. Q and K are normalised over the whole width, all heads
+    together (RMSNorm with a weight), split into heads and turned by rotary embedding. A linear
+    layer and an RMSNorm follow on attention. dropout is that of the softmax's elements.
+    """
+
+    def __init__(
+        self,
+        width: int = 128,
+        heads: int = 8,
+        *,
+        eps: float = EPS,
+        bias: bool = False,
+        dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(dropout, backend)
+        check_heads(width, heads)
+        self.sequence = _Projections(width, width, heads, eps, bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        *,
+        rotary: Float[Tensor, "positions pairs 2"] | None = None,
+        mask: Mask | None = None,
+    ) -> Float[Tensor, "batch length width"]:
+        """Return the output for each token.
+
+        rotary: `rotary_table` of as many positions as x has tokens, or more; None turns nothing.
+        mask: tokens that are seen: bools, or the number of tokens of each sample, of which those
+            behind are padding. A number above the length stands for the length.
+
+        Raises ValueError and TypeError for tensors that do not fit the module or each other.
+        """
+        check_tokens("x", x, self.sequence.qkv.weight)
+        seen = checked_mask("mask", mask, x)
+        projected = self.sequence.qkv(x)
+        q, (k, v) = self.sequence.queries(projected), self.sequence.keys_and_values(projected)
+        q, k = _turned(rotary, q, k)
+        return self.sequence.output(self.attend(q, k, v, seen))
+
+
+class CrossAttention(_Attention):
+    """Attention of a sequence to a context, which may have another width.
+
+    Q is a linear layer of x, K and V are one of the context. Norms and output are those of
+    `SelfAttention`. Rotary embedding turns Q alone: a context has no positions.
+    """
+
+    def __init__(
+        self,
+        width: int = 128,
+        heads: int = 8,
+        *,
+        context_width: int | None = None,
+        eps: float = EPS,
+        bias: bool = False,
+        dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(dropout, backend)
+        check_heads(width, heads)
+        self.q = nn.Linear(width, width, bias=bias)
+        self.q_norm = _Norm(width, eps=eps)
+        tokens = width if context_width is None else context_width
+        self.context = _Projections(tokens, width, heads, eps, bias, has_queries=False)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.out_norm = _Norm(width, eps=eps)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        context: Float[Tensor, "batch tokens context_width"],
+        *,
+        rotary: Float[Tensor, "positions pairs 2"] | None = None,
+        context_mask: Mask | None = None,
+    ) -> Float[Tensor, "batch length width"]:
+        """Return the output for each token of x. A sample whose context is all padding has the
+        output of attention 0. rotary, context_mask and errors: as for `SelfAttention`."""
+        check_tokens("x", x, self.q.weight)
+        check_tokens("context", context, self.context.qkv.weight)
+        check_batch(x, context)
+        seen = checked_mask("context_mask", context_mask, context)
+        projected = self.q(x)
+        (q,) = _turned(rotary, self.context.heads(self.q_norm(projected)))
+        k, v = self.context.keys_and_values(self.context.qkv(context))
+        return self.out_norm(self.out(self.attend(q, k, v, seen).flatten(-2)))
+
+
+class JointAttention(_Attention):
+    """Attention of a sequence and its context to both of them, as one sequence of tokens.
+
+    Each of the two has linear layers and norms of its own, as `SelfAttention` has them. Rotary
+    embedding turns Q and K of the sequence alone. returns_context: whether the context has queries
+    and an output; in the last layer of a model nobody reads it.
+    """
+
+    def __init__(
+        self,
+        width: int = 128,
+        heads: int = 8,
+        *,
+        context_width: int | None = None,
+        returns_context: bool = True,
+        eps: float = EPS,
+        bias: bool = False,
+        dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(dropout, backend)
+        check_heads(width, heads)
+        self.sequence = _Projections(width, width, heads, eps, bias)
+        tokens = width if context_width is None else context_width
+        self.context = _Projections(tokens, width, heads, eps, bias, returns_context)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        context: Float[Tensor, "batch tokens context_width"] | None = None,
+        *,
+        rotary: Float[Tensor, "positions pairs 2"] | None = None,
+        mask: Mask | None = None,
+        context_mask: Mask | None = None,
+    ) -> tuple[
+        Float[Tensor, "batch length width"], Float[Tensor, "batch tokens context_width"] | None
+    ]:
+        """Return the outputs for each token of x and of the context; None for a context that is
+        None or not returned.
+
+        A context of no tokens, or None, leaves attention of x to itself. rotary, mask,
+        context_mask and errors: as for `SelfAttention`.
+        """
+        own = self.sequence
+        check_tokens("x", x, own.qkv.weight)
+        seen = checked_mask("mask", mask, x)
+        projected = own.qkv(x)
+        q, (k, v) = own.queries(projected), own.keys_and_values(projected)
+        q, k = _turned(rotary, q, k)
+        if context is None:
+            if context_mask is not None:
+                raise ValueError("context_mask is given without a context: pass both or neither")
+            return own.output(self.attend(q, k, v, seen)), None
+        other = self.context
+        check_tokens("context", context, other.qkv.weight, may_be_empty=True)
+        check_batch(x, context)
+        context_seen = checked_mask("context_mask", context_mask, context)
+        projected = other.qkv(context)
+        k, v = (
+            torch.cat(pair, 1)
+            for pair in zip((k, v), other.keys_and_values(projected), strict=True)
+        )
+        if seen is not None or context_seen is not None:
+            seen = torch.cat(
+                [
+                    torch.ones(of.shape[:2], dtype=torch.bool, device=of.device)
+                    if each is None
+                    else each
+                    for each, of in ((seen, x), (context_seen, context))
+                ],
+                1,
+            )
+        if not other.has_queries:
+            return own.output(self.attend(q, k, v, seen)), None
+        o = self.attend(torch.cat((q, other.queries(projected)), 1), k, v, seen)
+        of_x, of_context = o.split([x.shape[1], context.shape[1]], 1)
+        return own.output(of_x), other.output(of_context)

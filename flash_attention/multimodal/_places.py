@@ -1,0 +1,93 @@
+"""Where each part of a block runs: in a kernel, by the registry, or in PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from flash_helpers.console.tables import Table
+from flash_helpers.gpu import MOST_SMS, Device, largest_device
+from flash_helpers.kernel_configs import FAMILIES, AttentionForward
+from flash_helpers.operations.attention_backward.problem import AttentionBackward
+from flash_helpers.registry.problem import Problem
+from flash_helpers.tune.best import config_for
+
+PYTORCH = "PyTorch"
+_BATCH, _LENGTH, _CONTEXT, _WIDTH = 64, 186, 64, 128
+_D_HEADS = (16, 64, 128)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part of a block runs. gpus: architectures, such as "sm_90". place: the short form of
+    the kernel's config, or "PyTorch"; reason: then why, in the registry's words, and "" for a part
+    that no operation of the registry computes in these modules."""
+
+    part: str
+    gpus: tuple[str, ...]
+    place: str
+    reason: str = ""
+
+    @property
+    def where(self) -> str:
+        """The id of the kernel's step, or "PyTorch"."""
+        return self.place.partition("_")[0]
+
+
+def parts() -> dict[str, Problem | None]:
+    """Return the problem that each part of a block poses to the registry; None for the parts that
+    the modules give to PyTorch alone.
+
+    Problems are joint attention in bf16: batch 64, sequence 186, context 64, width 128 or one head.
+    """
+    found: dict[str, Problem | None] = {}
+    for d_head in _D_HEADS:
+        heads, length = max(_WIDTH // d_head, 1), _LENGTH + _CONTEXT
+        forward = AttentionForward(_BATCH, heads, length, d_head)
+        found[f"attention, heads of {d_head}"] = forward
+        found[f"its gradients, heads of {d_head}"] = AttentionBackward.of(forward)
+    found["projections, QK-RMSNorm, RoPE"] = None
+    found["adaptive layer norms, gates"] = None
+    found["feed-forward"] = None
+    return found
+
+
+def gpus() -> list[Device]:
+    """Return the largest GPU of each architecture that a family of kernels runs on."""
+    devices = (largest_device(capability) for capability in MOST_SMS)
+    return [d for d in devices if any(f.runs_on(d.capability) for f in FAMILIES.values())]
+
+
+def _place(problem: Problem | None, gpu: Device) -> tuple[str, str]:
+    if problem is None:
+        return PYTORCH, ""
+    try:
+        return config_for(problem, gpu).short_form(), ""
+    except ValueError as error:
+        return PYTORCH, str(error)
+
+
+@functools.cache
+def places() -> tuple[Place, ...]:
+    """Return where each part runs, GPUs with the same answer together. On a CPU and on MPS PyTorch
+    runs all parts."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for part, problem in parts().items():
+        for gpu in gpus():
+            found.setdefault((part, *_place(problem, gpu)), []).append(gpu.name)
+    return tuple(
+        Place(part, tuple(names), place, reason) for (part, place, reason), names in found.items()
+    )
+
+
+def places_table() -> Table:
+    """Return a row for each part: the step of its kernel, or "PyTorch", by architecture."""
+    names = [gpu.name for gpu in gpus()]
+    rows: dict[str, dict[str, str]] = {}
+    for place in places():
+        rows.setdefault(place.part, {}).update(dict.fromkeys(place.gpus, place.where))
+    return Table(
+        ("part of a multimodal block, bf16", *names),
+        [[part, *(where[name] for name in names)] for part, where in rows.items()],
+        align="l" * (1 + len(names)),
+    )
