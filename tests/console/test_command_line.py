@@ -85,6 +85,7 @@ OUTPUTS = {
     "benchmarks/first_call.py": ["--json"],
     "benchmarks/hopper_kernels.py": ["--json"],
     "benchmarks/mma_cycles.py": ["--json"],
+    "benchmarks/multimodal.py": ["--json"],
     "benchmarks/shared_wavefronts.py": ["--json"],
     "benchmarks/simulator.py": ["--json"],
     "benchmarks/simulator_speed.py": ["--json"],

@@ -20,6 +20,7 @@ from fake_backend import ROOT, load_tool
         ("benchmarks/experiments/run_experiments.py", ["--json"]),
         ("benchmarks/first_call.py", ["--device", "cuda", "--json"]),
         ("benchmarks/mma_cycles.py", ["--json"]),
+        ("benchmarks/multimodal.py", ["--json"]),
         ("benchmarks/training.py", ["--json"]),
         ("tools/analysis/check_counts.py", ["--source", "sass", "--json"]),
         ("tools/analysis/check_counts.py", ["--source", "simulator", "--json"]),
