@@ -131,12 +131,14 @@ class Kind:
 
     def asked(self, family: Family) -> list[str]:
         """Options of pt_bench.py that ask for the kind's problems and loads."""
-        causal = ["--causal"] if self.causal else []
-        d_head = self.head_sizes(family.progression()[0]).get("d_head")
+        first = family.progression()[0]
+        compiled = {name for name, value in first.supports.options.items() if value is True}
+        compiled |= {"causal"} if self.causal else set()
+        d_head = self.head_sizes(first).get("d_head")
         usual = getattr(family.operation.measured(family.operation.measured_at[0]), "d_head", None)
         head = ["--d-head", str(d_head)] if d_head not in (None, usual) else []
         sizes = [swept_option(family.operation), *map(str, self.sizes)] if self.sizes else []
-        return [*self.options, *causal, *head, *sizes]
+        return [*self.options, *(f"--{name}" for name in sorted(compiled)), *head, *sizes]
 
 
 _SUSTAINED = ("--load", "sustained")

@@ -157,6 +157,9 @@ def profile(arguments: argparse.Namespace) -> str:
     require_options_of(arguments, operations)
     shape = asked_problem(arguments, operation.small)
     configs = [variant_for(config, shape) for config in configs]
+    shapes = {config.supports.adapted(shape.in_dtype(config.dtype)) for config in configs}
+    if len(shapes) == 1:  # else the first kernel that does not take the problem is named
+        (shape,) = shapes
     if arguments.by_line and len(configs) > 1:
         raise UsageError(f"--by-line {arguments.by_line} names {len(configs)} kernels: name one")
 

@@ -101,8 +101,11 @@ def count_kernel(
     from flash_helpers.runtime.simulator import run_shipped
 
     operation = config.family.operation
-    problem = (problem or operation.counted).in_dtype(config.dtype)
-    wide = config.own_strides((within or operation.counted_within).in_dtype(config.dtype))
+    problem, wide_problem = (
+        config.supports.adapted(each.in_dtype(config.dtype))
+        for each in (problem or operation.counted, within or operation.counted_within)
+    )
+    wide = config.own_strides(wide_problem)
     strides = {
         tensor.name: tuple(
             stride if size > 1 else 0
