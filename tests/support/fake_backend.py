@@ -80,22 +80,22 @@ def fake_backend(damage: Damage = lambda config, o: None) -> Backend:
         config: Config, tensors: Sequence[torch.Tensor], options: Mapping[str, Any]
     ) -> Findings:
         operation = config.family.operation
+        by_axes = zip(operation.problem.axes, tensors, strict=False)
+        given = {name: x for name, x in by_axes if x is not None}
         problem = operation.problem.posed(
-            {
-                name: tuple(x.shape)
-                for name, x in zip(operation.problem.axes, tensors, strict=False)
-            },
+            {name: tuple(x.shape) for name, x in given.items()},
             config.dtype,
             **{**options, **config.supports.options},
         )
+        outputs = [x.name for x in problem.outputs]
         if operation.problem is AttentionForward:
             float32_kernel(config, *tensors[:4])
         else:
-            named = dict(zip((x.name for x in problem.inputs), tensors, strict=False))
+            named = {x.name: given[x.name] for x in problem.inputs}
             expected = operation.part("reference").reference(problem, named).expected
-            for x, output in zip(problem.outputs, tensors[len(problem.inputs) :], strict=True):
-                output.copy_(expected[x.name])
-        damage(config, tensors[len(problem.inputs)])
+            for name in outputs:
+                given[name].copy_(expected[name])
+        damage(config, given[outputs[0]])
         return Findings()
 
     return Backend(torch.device("cpu"), "a fake device", execute, tuple(get_listed_configs()))

@@ -1,0 +1,55 @@
+#pragma once
+// Configs and arguments of the kernels of operation `norm`, shared with the host. Python has the
+// same types: see flash_attention.cuh.
+
+#include "flash_attention.cuh"
+
+// One kernel of the layer_norm family.
+struct LayerNormKernelConfig {
+    // fields:begin
+    int layer_norm; // the step
+    DType dtype;
+    int n_warps; // of the thread block
+    int chunks; // of 16 bytes of the row, which a thread keeps in registers; 0 before n3
+    int row_threads; // that have a row; 0 before n4: all of the block
+    // fields:end
+
+    constexpr int n_threads() const { return n_warps * 32; }
+    // Threads that have a row.
+    constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
+    // Two sums per warp.
+    constexpr int smem_bytes() const { return 2 * n_warps * int(sizeof(float)); }
+    friend auto operator<=>(const LayerNormKernelConfig &, const LayerNormKernelConfig &) = default;
+};
+
+// One kernel of the rms_norm family.
+struct RmsNormKernelConfig {
+    // fields:begin
+    int rms_norm; // the step
+    DType dtype;
+    int n_warps; // of the thread block
+    int chunks; // of 16 bytes of the row, which a thread keeps in registers; 0 before n3
+    int row_threads; // that have a row; 0 before n4: all of the block
+    // fields:end
+
+    constexpr int n_threads() const { return n_warps * 32; }
+    // Threads that have a row.
+    constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
+    // A sum per warp.
+    constexpr int smem_bytes() const { return n_warps * int(sizeof(float)); }
+    friend auto operator<=>(const RmsNormKernelConfig &, const RmsNormKernelConfig &) = default;
+};
+
+// x and y have shape (rows, width), stride 1 along a row and these strides from row to row, in
+// elements. weight and bias (width), and the outputs mean and rstd (rows), have stride 1; each is
+// null if a call leaves it out. No output overlaps an input, because inputs are read through the
+// cache for read-only data.
+struct NormKernelArgs {
+    const void *x, *weight, *bias;
+    void *y;
+    float *mean, *rstd;
+    int64_t x_stride, y_stride;
+    int rows;
+    int width;
+    float eps;
+};

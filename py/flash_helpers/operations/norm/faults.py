@@ -1,0 +1,53 @@
+"""Mistakes that the steps of norms invite, as edits of a kernel's PTX, and where they show."""
+
+from __future__ import annotations
+
+from flash_helpers.check.faults import Fault, nth, swap
+from flash_helpers.gpu import Device, largest_device
+from flash_helpers.kernel_configs import Config, Element
+from flash_helpers.operations.norm.problem import Norm
+from flash_helpers.ptx import MisalignedError, OutOfBoundsError, Phase, RaceError
+
+PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
+BF16 = Element.BF16
+
+FAULTS = {
+    "n1: squares are written where other warps still read sums": Fault(
+        "n1", BF16, MAIN_LOOP, r"st\.shared\.f32.*\+32\]", swap(r"\+32\]", "]"), nth(0), RaceError,
+        "value = smem[lane % kWarps]",
+    ),
+    "n2: chunks begin where the row does": Fault(
+        "n2", BF16, PROLOGUE, r"and\.b64\s.*, 14;", swap(", 14;", ", 0;"), nth(0), MisalignedError,
+        "__ldg(x_chunks_gmem",
+    ),
+    "n3: where there is no chunk, (0 - mean)² is added to the squares": Fault(
+        "n3", BF16, MAIN_LOOP, r"@%p4 bra", swap("@%p4 bra.*", ""), nth(0), quantity="y",
+    ),
+    "n4: threads behind the last row have the width of others": Fault(
+        "n4", BF16, PROLOGUE, r"selp\.b32", swap(r"selp\S+\s+(%r\d+), (%r\d+), 0, .*;",
+        r"mov.b32 \1, \2;"), nth(0), OutOfBoundsError, "__ldg(x_",
+    ),
+    "r1: the sum of squares is not divided by the width": Fault(
+        "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
+        r"mov.f32 \1, \2;"), nth(0), quantity="y",
+    ),
+}  # fmt: skip
+
+
+def problem_of(config: Config) -> Norm:
+    """Return the problem on which faults of a config show. Its width is odd, so that the second row
+    begins between two multiples of 16 bytes, and it has fewer chunks than the block of n3 holds;
+    its rows are fewer than those of a block of n4."""
+    problem = Norm(2, 1001, config.dtype, weight=True, bias=True)
+    adapted: Norm = config.supports.adapted(problem)
+    return adapted
+
+
+def device_of(config: Config) -> Device:
+    """Return the GPU that launches are made for; any GPU will do for norms."""
+    return largest_device(config.family.capabilities[0])
+
+
+def distribution_of(config: Config) -> str:
+    """Return the kind of inputs in which every element counts, and the mean is not 0."""
+    return "normal"
