@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +178,45 @@ class _Failures:
             ) from error
 
 
+@dataclass(frozen=True)
+class TransferTimes:
+    """Events of a transfer on CUDA.
+
+    begin, end: on the stream of transfers. before, after: on the stream of the kernels, around the
+    wait for the transfer, which takes no time where the transfer is hidden.
+    """
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    before: torch.cuda.Event
+    after: torch.cuda.Event
+
+    @classmethod
+    def new(cls) -> TransferTimes:
+        """Return events that have not been recorded."""
+        return cls(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
+
+
+_TIMED: ContextVar[list[TransferTimes] | None] = ContextVar("timed", default=None)
+
+
+@contextmanager
+def timed_transfers() -> Iterator[list[TransferTimes]]:
+    """Collect the events of the transfers on CUDA of calls that are made here, and of their
+    backward passes whenever these run."""
+    found: list[TransferTimes] = []
+    token = _TIMED.set(found)
+    try:
+        yield found
+    finally:
+        _TIMED.reset(token)
+
+
+def transfers_to_time() -> list[TransferTimes] | None:
+    """Return the list of `timed_transfers`, if it is asked for."""
+    return _TIMED.get()
+
+
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
@@ -189,11 +230,17 @@ class Transfer:
     device: torch.device
     work: Sequence[dist.Work]
     done: torch.cuda.Event | None
+    times: TransferTimes | None = None
 
     def wait(self) -> None:
         """Have the current stream wait until all has arrived and been sent; on the CPU, wait."""
         if self.done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.done)
+            stream = torch.cuda.current_stream(self.device)
+            if self.times is not None:
+                self.times.before.record(stream)
+            stream.wait_event(self.done)
+            if self.times is not None:
+                self.times.after.record(stream)
             return
         with self.failures:
             for each in self.work:
@@ -207,8 +254,10 @@ class Ring:
     kernels that are launched after the start run beside it.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    def __init__(
+        self, ranks: Ranks, device: torch.device, timed: list[TransferTimes] | None = None
+    ) -> None:
+        self._ranks, self._device, self._timed = ranks, device, timed
         self._stream = _stream(device) if device.type == "cuda" else None
 
     def pass_on(
@@ -233,8 +282,15 @@ class Ring:
             if self._stream is None:
                 return Transfer(failures, self._device, dist.batch_isend_irecv(moves), None)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            times = None if self._timed is None else TransferTimes.new()
             with torch.cuda.stream(self._stream):
+                if times is not None:
+                    times.begin.record()
                 work = dist.batch_isend_irecv(moves)
                 for each in work:
                     each.wait()  # the stream does; the host does not
-                return Transfer(failures, self._device, work, self._stream.record_event())
+                done = self._stream.record_event()
+                if self._timed is not None and times is not None:
+                    times.end.record()
+                    self._timed.append(times)
+            return Transfer(failures, self._device, work, done, times)

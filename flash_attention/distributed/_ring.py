@@ -13,7 +13,13 @@ import torch
 from flash_attention._backward import NO_LSE, NO_SECOND
 from flash_attention._forward import _ALL_KEYS, _NO_OPTIONS, _check_flag, _options, _scale
 from flash_attention._operators import _NoBackward, refuse_tangents
-from flash_attention.distributed._group import Group, Ranks, Ring
+from flash_attention.distributed._group import (
+    Group,
+    Ranks,
+    Ring,
+    TransferTimes,
+    transfers_to_time,
+)
 from flash_attention.distributed._pieces import Bound, pieces_of
 from flash_attention.distributed._placement import Placement, check_placement, shard_length
 from flash_attention.distributed._sequences import (
@@ -114,6 +120,7 @@ class _Plan:
     """The calls of kernels that a rank makes for a call of a ring.
 
     calls: in each step, on the keys that have arrived then. common: what all ranks share.
+    timed: the list of `timed_transfers`, which the backward pass adds to as well.
     """
 
     ranks: Ranks
@@ -121,6 +128,7 @@ class _Plan:
     options: Options
     dim: int
     common: Mapping[str, Any]
+    timed: list[TransferTimes] | None
 
 
 def _planned(
@@ -185,7 +193,8 @@ def _planned(
         "cu_seqlens": begins,
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
-    return _Plan(ranks, calls, Options(cap, scale, flags["deterministic"]), dim, common)
+    options = Options(cap, scale, flags["deterministic"])
+    return _Plan(ranks, calls, options, dim, common, transfers_to_time())
 
 
 def begins_of(cu_seqlens: Sequence[int] | torch.Tensor) -> tuple[int, ...]:
@@ -293,7 +302,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and LSE of this rank's queries on all keys."""
     size = plan.ranks.size
-    ring = Ring(plan.ranks, q.device)
+    ring = Ring(plan.ranks, q.device, plan.timed)
     sums = _Sums(q, v, plan.dim)
     held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
     # the keys of step t are received into one pair while those of step t - 1 leave the other
@@ -349,7 +358,7 @@ def _backward(
     options = plan.options
     if torch.are_deterministic_algorithms_enabled():
         options = replace(options, deterministic=True)
-    ring = Ring(plan.ranks, q.device)
+    ring = Ring(plan.ranks, q.device, plan.timed)
     given = do, q, o, lse
     dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())

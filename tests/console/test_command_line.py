@@ -84,6 +84,7 @@ OUTPUTS = {
     "benchmarks/experiments/run_experiments.py": ["--json"],
     "benchmarks/first_call.py": ["--json"],
     "benchmarks/hopper_kernels.py": ["--json"],
+    "benchmarks/long_sequences.py": ["--json"],
     "benchmarks/mma_cycles.py": ["--json"],
     "benchmarks/multimodal.py": ["--json"],
     "benchmarks/shared_wavefronts.py": ["--json"],

@@ -19,6 +19,7 @@ from fake_backend import ROOT, load_tool
         ("benchmarks/compilers.py", ["--json"]),
         ("benchmarks/experiments/run_experiments.py", ["--json"]),
         ("benchmarks/first_call.py", ["--device", "cuda", "--json"]),
+        ("benchmarks/long_sequences.py", ["--json"]),
         ("benchmarks/mma_cycles.py", ["--json"]),
         ("benchmarks/multimodal.py", ["--json"]),
         ("benchmarks/training.py", ["--json"]),

@@ -84,6 +84,7 @@ PAGES: tuple[Page, ...] = (
     *_of_steps("Lab", LAB, FAMILIES),
     *(page for name in FAMILIES for page in _of_steps(f"Logbook of {name}", LOGBOOK, [name])),
     Page("using.md", "Using the library", AND_THEN),
+    Page("long_sequences.md", "Sequences longer than one GPU", AND_THEN),
     Page("public_designs.md", "Beside the public designs", AND_THEN),
     Page("what_next.md", "What comes next", AND_THEN),
     Page("own_kernel.md", "Your own kernel", AND_THEN),
