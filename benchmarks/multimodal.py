@@ -22,6 +22,7 @@ from flash_helpers.measure.multimodal import (
     NAMES,
     PARTS,
     BlockTimes,
+    counts_table,
     problems,
 )
 from flash_helpers.measure.results import LOADS, SUSTAINED, Protocol
@@ -47,8 +48,11 @@ examples:
     python benchmarks/multimodal.py
   attention in heads of 64, which kernels take, without the compiler:
     python benchmarks/multimodal.py --part attention --heads 2 --name eager kernels --json two.json
+  bytes and operations of all sizes with each other, without a GPU:
+    python benchmarks/multimodal.py --count --product
 
-exit status: 0 measured, 1 a contender is wrong or failed, 2 wrong usage or no GPU, 130 interrupted
+exit status: 0 measured or counted, 1 a contender is wrong or failed, 2 wrong usage or no GPU,
+130 interrupted
 """
 
 
@@ -74,12 +78,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="all sizes with each other; by default one at a time differs from batch 64, length "
         "186 and context 64, unless sizes are given",
     )
+    parser.add_argument(
+        "--count", action="store_true", help="print bytes and operations alone; needs no GPU"
+    )
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="(default: 5)")
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
     """Measure, print and write; returns the exit status. Raises KernelsNotRun without a GPU."""
+    given = arguments.batch, arguments.length, arguments.context
+    sizes = (own or usual for own, usual in zip(given, (BATCHES, LENGTHS, CONTEXTS), strict=True))
+    product = arguments.product or any(given)
+    asked = problems(arguments.part, *sizes, arguments.heads, product)
+    if arguments.count:
+        print(counts_table(asked).text())
+        return 0
     backend = find_backend("cuda")
 
     import torch  # late, so that --help is fast
@@ -96,10 +110,6 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 
     protocol = Protocol(rounds=arguments.rounds, loads=(LOADS[SUSTAINED],))
     timer, sensor = make_timer(backend.device, protocol), GpuSensor(backend.device)
-    given = arguments.batch, arguments.length, arguments.context
-    sizes = (own or usual for own, usual in zip(given, (BATCHES, LENGTHS, CONTEXTS), strict=True))
-    product = arguments.product or any(given)
-    asked = problems(arguments.part, *sizes, arguments.heads, product)
     provenance = provenance_here(backend, command, arguments, ROOT)
     found = []
     with torch.no_grad(), bar(asked, desc="timing", unit="problem") as shown:

@@ -167,6 +167,20 @@ def test_the_tool_writes_each_problem(monkeypatch, tmp_path, capsys) -> None:
     assert [record.name for record in BlockTimes.load(path).records] == [EAGER, KERNELS]
 
 
+def test_counts_need_no_gpu(capsys) -> None:
+    arguments = ["--count", "--part", BLOCK, "--batch", 64, "--length", 186, "--context", 0]
+    status, out, err = run_tool(capsys, "benchmarks/multimodal.py", *arguments)
+    assert status == 0, err
+    *_, weights, least, products, _ = out.splitlines()[-1].split()
+    # 12 matrices of 128 x 128, 6 of the modulation, biases and norms
+    elements = 12 * 128**2 + 6 * 128**2 + 6 * 128 + 512 + 128 + 3 * 128
+    rows = 64 * 186
+    assert weights == f"{2 * elements / 1e6:.2f}"
+    assert least == f"{2 * (elements + 2 * rows * 128 + 64 * 128) / 1e6:.2f}"
+    work = 2 * rows * 12 * 128**2 + 4 * rows * 186 * 128 + 64 * 12 * 128**2
+    assert products == f"{work / 1e9:.3f}"
+
+
 def test_rates_are_those_of_a_copy_and_a_product() -> None:
     copied, products = measured.measure_rates(CPU, CpuTimer(), PROTOCOL, copied=2**16)
     assert copied > 0 and products > 0

@@ -144,6 +144,22 @@ def problems(
     return found
 
 
+def counts_table(asked: Iterable[BlockProblem]) -> Table:
+    """Return the arithmetic of problems: megabytes of weights, least megabytes moved, operations of
+    matrix products, and operations per byte."""
+    rows = [
+        [
+            str(problem),
+            number(ELEMENT_BYTES * problem.weights / 1e6, 2),
+            number(problem.bytes / 1e6, 2),
+            number(problem.operations / 1e9, 3),
+            number(problem.operations / problem.bytes, 0),
+        ]
+        for problem in asked
+    ]
+    return Table(["problem", "weights, MB", "least MB", "GFLOP", "FLOP per byte"], rows)
+
+
 @dataclass(frozen=True)
 class BlockRecord:
     """One contender on one problem.
