@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
+from typing import Any
 
 import torch
 
 from flash_attention._forward import (
     _ALL_KEYS,
+    _MOST_KEYS,
     _NO_OPTIONS,
     _NO_SOFTCAP,
     _WINDOWED,
@@ -40,6 +43,8 @@ def decode(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     o: torch.Tensor | None = None,
+    pieces: int = 0,
+    keys_per_piece: int = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of the last queries of each sequence on its keys, which lie in a cache, by
     the best kernel for the problem.
@@ -67,6 +72,17 @@ def decode(
         `attention`.
     o: written and returned if given, with the shape, dtype and device of q, without overlap with
         other tensors; otherwise a new contiguous tensor.
+    pieces: as many equal pieces of each sequence's keys are computed by themselves, and added up in
+        order. 0 lets the kernel choose, by the number of sequences and SMs.
+    keys_per_piece: pieces of as many keys instead, which begin at multiples of it from each
+        sequence's first key on, with a window too: a multiple of 64, or of 32 at a d_head over 128.
+        The call takes memory for all pieces of the room or of the window: at a d_head of 128, 4 to
+        8 KB for each piece and head of k, if at most 8 queries share that.
+
+    With either of them, the bits of a sequence's results follow from its own queries and keys, and
+    from that number, len_q, heads and masks. They do not depend on the other sequences, their
+    number and order, the room, the place of keys in rows or pages, and the number of SMs. GPUs of
+    different kinds may have different kernels, which differ in their bits.
 
     Returns o, with return_lse (o, lse). A query that sees no key, such as all queries of a sequence
     of length 0, has 0 in o, and its sink or -inf in lse. Runs on the same devices as `attention`,
@@ -90,7 +106,8 @@ def decode(
             "(pages, page_size, kv_heads, d_head), or leave out block_table"
         )
     bounds = _options(window_size, softcap, sinks) or _NO_OPTIONS
-    options = causal, *bounds, _scale(softmax_scale)
+    cut = _count("pieces", pieces), _count("keys_per_piece", keys_per_piece)
+    options = causal, *bounds, _scale(softmax_scale), *cut
     given = q, k, v, sinks, *places.values()
     if o is None:
         return (_decode_lse if return_lse else _decode)(*given, *options)
@@ -98,6 +115,16 @@ def decode(
     lse = _new_lse(q) if return_lse else None
     _decode_out(*given, o, *options, lse)
     return o if lse is None else (o, lse)
+
+
+def _count(name: str, value: Any) -> int:
+    """Return a whole number. Raises TypeError for a value that is none."""
+    try:
+        if not isinstance(value, bool):
+            return min(index(value), _MOST_KEYS)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {value!r}: pass a whole number, or 0 for the kernel's choice")
 
 
 def _choose(asked: _Asked, given: Mapping[str, Laid]) -> Config:
@@ -112,14 +139,13 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cache_seqlens, Tensor? block_table, "
     "Tensor? cache_batch_idx"
 )
-_decode = _define_with_options(
-    f"decode({_TENSORS}, bool causal, {_WINDOWED}) -> Tensor", Decode, _choose
-)
+_CUT = f"bool causal, {_WINDOWED}, int pieces, int keys_per_piece"
+_decode = _define_with_options(f"decode({_TENSORS}, {_CUT}) -> Tensor", Decode, _choose)
 _decode_lse = _define_with_options(
-    f"decode_lse({_TENSORS}, bool causal, {_WINDOWED}) -> (Tensor, Tensor)", Decode, _choose
+    f"decode_lse({_TENSORS}, {_CUT}) -> (Tensor, Tensor)", Decode, _choose
 )
 _decode_out = _define_with_options(
-    f"decode_out({_TENSORS}, Tensor(a!) o, bool causal, {_WINDOWED}, Tensor(b!)? lse) -> ()",
+    f"decode_out({_TENSORS}, Tensor(a!) o, {_CUT}, Tensor(b!)? lse) -> ()",
     Decode,
     _choose,
 )

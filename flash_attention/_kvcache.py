@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from flash_attention._decode import decode
+from flash_attention._decode import _count, decode
 from flash_attention._forward import _ALL_KEYS, _check_flag
 from flash_attention._operators import define
+from flash_helpers.gpu import MAX_GRID
 from flash_helpers.runtime.tensors import check_types, named
 
 _AXES = 4  # (batch, seq, heads, d_head), also of a cache: (rows or pages, keys, ...)
@@ -30,6 +31,7 @@ def with_kvcache(
     block_table: torch.Tensor | None,
     causal: bool,
     window_size: tuple[int, int],
+    num_splits: int,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `flash_attn.flash_attn_with_kvcache`, whose arguments these are.
@@ -39,6 +41,12 @@ def with_kvcache(
     """
     check_types({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     check_types(named([("k", k), ("v", v)]))
+    pieces = _count("num_splits", num_splits)
+    if not 0 <= pieces <= MAX_GRID[2]:  # refused before the cache is written
+        raise ValueError(
+            f"num_splits {pieces} is not from 0, for the kernel's choice, to {MAX_GRID[2]}, the "
+            "limit of a CUDA grid: pass one of these"
+        )
     _check_flag("causal", causal)
     _check_flag("rotary_interleaved", rotary_interleaved)
     if type(cache_seqlens) is int:
@@ -84,6 +92,7 @@ def with_kvcache(
         cache_batch_idx=cache_batch_idx,
         causal=causal,
         window_size=window_size,
+        pieces=pieces,
         **options,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from flash_attention._forward import _options, _scale
+from flash_attention._forward import _check_flag, _options, _scale
 from flash_helpers.runtime.tensors import check_types
 
 Cache: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -35,8 +35,7 @@ _USUAL: Mapping[str, tuple[Any, str]] = {
     ),
     "block_tables": (None, "pass None: the table is made of indptr and indices"),
     "seq_lens": (None, "pass None: lengths are those of indptr and last_page_len"),
-    "fixed_split_size": (None, "pass None: the kernel divides the keys as its GPU needs it"),
-    "disable_split_kv": (False, "pass False: the kernel divides the keys as its GPU needs it"),
+    "fixed_split_size": (None, "pass None: a thread block computes all keys of its queries"),
     "custom_mask": (None, "pass None, or call torch.nn.attention.flex_attention with a mask_mod"),
     "packed_custom_mask": (None, "pass None, or call torch.nn.attention.flex_attention"),
     "use_fp16_qk_reduction": (False, "pass False: scores are summed in fp32"),
@@ -123,6 +122,25 @@ def sizes_of(
             "softmax_scale": _scale(sm_scale),
         },
     )
+
+
+def pieces_of(
+    fixed_split_size: int | None, disable_split_kv: bool, page_size: int
+) -> dict[str, int]:
+    """Return how keys are cut, as `decode` takes it. disable_split_kv goes before fixed_split_size,
+    in pages, as in FlashInfer. Raises TypeError and ValueError for what is no number of pages."""
+    _check_flag("disable_split_kv", disable_split_kv)
+    if fixed_split_size is not None:
+        if isinstance(fixed_split_size, bool) or not isinstance(fixed_split_size, int):
+            raise TypeError(f"fixed_split_size is {fixed_split_size!r}: pass a number of pages")
+        if fixed_split_size < 1:
+            raise ValueError(
+                f"fixed_split_size {fixed_split_size} is less than 1 page: pass 1 or more, or None "
+                "for the kernel's choice"
+            )
+    if disable_split_kv:
+        return {"pieces": 1}
+    return {} if fixed_split_size is None else {"keys_per_piece": fixed_split_size * page_size}
 
 
 def host(name: str, x: torch.Tensor) -> list[int]:

@@ -33,7 +33,6 @@ _UNBUILT: dict[str, tuple[tuple[float, ...], str]] = {
 # The same of functions on a cache.
 _UNBUILT_ON_CACHE: dict[str, tuple[tuple[float, ...], str]] = {
     **_UNBUILT,
-    "num_splits": ((0,), "pass 0: the kernel divides the keys as its GPU needs it"),
     "cache_leftpad": ((), "pass None, and sequences that begin at the first key of the cache"),
     "cu_seqlens_q": ((), "pass None, and q of (batch, len_q, heads, d_head)"),
     "cu_seqlens_k_new": ((), "pass None, and k and v of (batch, len_new, kv_heads, d_head)"),

@@ -276,13 +276,11 @@ def flash_attn_with_kvcache(
         and those behind it. With causal or a window_size those of q are turned likewise; otherwise
         all queries of a sequence stand at cache_seqlens. They need k and v.
     rotary_interleaved: columns 2i and 2i + 1 make a pair, instead of i and i + rotary_dim / 2.
-    num_splits: 0; the kernel chooses.
+    num_splits: pieces of each sequence's keys, as `decode` takes them; 0 lets the kernel choose.
 
     The append and the rotation wait for no device either, and can be captured in CUDA graphs.
     """
-    refuse_unbuilt_on_cache(
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, num_splits=num_splits
-    )
+    refuse_unbuilt_on_cache(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     _check_flag("return_softmax_lse", return_softmax_lse)
     return with_kvcache(
         *(q, k_cache, v_cache, k, v),
@@ -298,4 +296,5 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         softcap=softcap,
         return_lse=return_softmax_lse,
+        num_splits=num_splits,
     )

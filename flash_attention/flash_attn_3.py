@@ -4,7 +4,8 @@ Names, order, defaults and meaning of the arguments are those of FlashAttention-
 `flash_attn_interface`. Unlike those of `flash_attention.flash_attn` they return (out, softmax_lse)
 with return_attn_probs, and have neither dropout_p nor alibi_slopes.
     pack_gqa: changes nothing: it chooses among FlashAttention's kernels, whose results are equal.
-    num_splits: 1, or 0, with which FlashAttention chooses; of flash_attn_with_kvcache 0.
+    num_splits: 1, or 0, with which FlashAttention chooses. flash_attn_with_kvcache takes any number
+        from 0 on.
     qv, q_descale, k_descale, v_descale, seqused_q, seqused_k, attention_chunk, sm_margin: refused,
         unless they are None or 0; and so are cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
         max_seqlen_q and scheduler_metadata of flash_attn_with_kvcache.
@@ -200,7 +201,6 @@ def flash_attn_with_kvcache(
         v_descale=v_descale,
         attention_chunk=attention_chunk,
         scheduler_metadata=scheduler_metadata,
-        num_splits=num_splits,
         sm_margin=sm_margin,
     )
     if pack_gqa is not None:
@@ -220,6 +220,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         softcap=softcap,
         return_lse=return_softmax_lse,
+        num_splits=num_splits,
     )
 
 

@@ -17,9 +17,11 @@ the arguments are FlashInfer's:
     sm_scale: 1/sqrt(head_dim) by default.
     q_data_type: fp16 or bf16, as a dtype or its name; kv_data_type and o_data_type are the same.
     use_tensor_cores, non_blocking, enable_pdl, rope_scale, rope_theta: change nothing.
-    backend, jit_args, pos_encoding_mode, block_tables, seq_lens, fixed_split_size,
-        disable_split_kv, custom_mask, packed_custom_mask, use_fp16_qk_reduction, q_scale, k_scale,
-        v_scale: refused, unless they have FlashInfer's defaults.
+    disable_split_kv: a thread block computes all keys of a sequence. `plan` for prefill takes it,
+        and it changes nothing there.
+    backend, jit_args, pos_encoding_mode, block_tables, seq_lens, custom_mask, packed_custom_mask,
+        use_fp16_qk_reduction, q_scale, k_scale, v_scale, and fixed_split_size of prefill: refused,
+        unless they have FlashInfer's defaults.
 
 All LSEs here are FlashInfer's: logarithms in base 2, with heads last. Those of
 `flash_attention.decode` and `flash_attn_combine` are natural ones: divide them by ln 2.
@@ -47,6 +49,7 @@ from flash_attention._plans import (
     host,
     host_lengths,
     lengths_on_device,
+    pieces_of,
     refuse_unusual,
     result,
     sizes_of,
@@ -159,6 +162,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         refuse_unusual(backend=backend, jit_args=jit_args)
         self._block_table: torch.Tensor | None = None
         self._cache_seqlens: torch.Tensor | None = None
+        self._pieces: dict[str, Any] = {}
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if not use_cuda_graph:
             return
@@ -209,14 +213,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """Make the table of pages and the lengths of a batch on the device. data_type, if given,
-        stands for q_data_type and kv_data_type."""
+        """Make the table of pages and the lengths of a batch on the device.
+
+        data_type: if given, stands for q_data_type and kv_data_type.
+        fixed_split_size: pages of a piece of keys. The bits of a sequence's results then do not
+            depend on the others, as `flash_attention.decode` tells of keys_per_piece, which is
+            fixed_split_size · page_size. With disable_split_kv it has no effect. Both work in CUDA
+            graphs: the number of thread blocks follows from max_pages_per_sequence.
+        """
         refuse_unusual(
             pos_encoding_mode=pos_encoding_mode,
             block_tables=block_tables,
             seq_lens=seq_lens,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
         )
         data_types = {
             "q_data_type": q_data_type if data_type is None else data_type,
@@ -235,6 +243,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             logits_soft_cap,
             sm_scale,
         )
+        pieces = pieces_of(fixed_split_size, disable_split_kv, page_size)
         names = "indptr", "indices", "last_page_len"
         pages, _ = host_lengths(names, indptr, indices, last_page_len, page_size)
         most = max(pages, default=0)
@@ -267,7 +276,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             self._cache_seqlens.copy_(lengths)
         else:
             self._block_table, self._cache_seqlens = table, lengths
-        self._sizes = sizes
+        self._sizes, self._pieces = sizes, pieces
 
     begin_forward = plan
 
@@ -306,7 +315,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sinks=sinks,
             return_lse=return_lse,
             o=None if out is None else out[:, None],
-            **sizes.options,
+            **{**sizes.options, **self._pieces},
         )
         o, natural = found if isinstance(found, tuple) else (found, None)
         # a given out was written through a view
@@ -414,8 +423,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             seq_lens=seq_lens,
             block_tables=block_tables,
             fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
         )
+        _check_flag("disable_split_kv", disable_split_kv)
         _check_flag("causal", causal)
         if head_dim_vo not in (None, head_dim_qk):
             raise ValueError(

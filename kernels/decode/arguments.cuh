@@ -58,6 +58,7 @@ struct alignas(128) DecodeKernelArgs {
     int pages; // of the cache, or its rows
     int box; // keys that TMA copies at once
     int pieces; // of the keys of a tile
+    int keys_per_piece; // from d8 on: a multiple of B_c
     float *parts; // m, l and O of each piece of each tile, or null
     int batch; // sequences
 };

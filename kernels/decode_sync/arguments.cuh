@@ -47,6 +47,7 @@ struct DecodeSyncKernelArgs {
     // From c4 on: pieces of a sequence's keys, and the parts that several leave, (pieces, tiles of
     // queries, batch) of 16 rows each.
     int pieces;
+    int keys_per_piece; // from c5 on: a multiple of n_warps · B_c
     float2 *statistics; // m and l
     float *O_parts; // (..., d_head)
 };

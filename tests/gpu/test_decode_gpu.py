@@ -13,6 +13,8 @@ from gpu_problems import each, where_it_runs
 from random_caches import (
     Cache,
     Placed,
+    alone,
+    asked,
     computed,
     drawn,
     faults,
@@ -27,6 +29,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.operations.decode import OPERATION
 from flash_helpers.operations.decode.inputs import draw
 from flash_helpers.operations.decode.problem import Decode
+from flash_helpers.operations.decode.reference import lengths_of
 
 pytestmark = pytest.mark.gpu
 
@@ -86,6 +89,37 @@ def test_random_caches_are_right(configs, count, cuda_device) -> None:
     first = secrets.randbelow(2**31)
     if found := faults(range(first, first + count), configs, KEYS, cuda_device):
         pytest.fail("\n".join(found), pytrace=False)
+
+
+def bits(
+    config: Config, problem: Decode, given: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse as whole numbers."""
+    places = place_all(Cache(problem, "normal", {}, 0), given, device)
+    tensors = {name: place.tensor for name, place in places.items()}
+    computed(config, problem, tensors)
+    return tensors["o"].view(torch.int16), tensors["lse"].view(torch.int32)
+
+
+CUT = [c for c in CONFIGS if c.supports.keys_per_piece or c.supports.max_pieces > 1]
+
+
+@each(CUT, once=True)
+def test_a_sequence_has_the_same_bits_in_every_batch(config, cuda_device) -> None:
+    window = {"window_left": 1000}
+    for blocks, pieces, options in ((1, 7, {}), (4, 1, {}), (16, 3, {}), (4, 5, window)):
+        cut = asked(config, blocks, pieces)
+        problem = replace(usual(config, 40, 4096, total_k=40 * 900), **cut, **options)
+        given = draw("normal", problem, cuda_device)
+        together = bits(config, problem, given, cuda_device)
+        lengths = lengths_of(problem, given)
+        for n in (0, 1, 2, 39):
+            for room, page_size in ((max(lengths[n], 1), 0), (8192, 16), (65536, 0)):
+                own = bits(config, *alone(problem, given, n, room, page_size), cuda_device)
+                for x, y in zip(together, own, strict=True):
+                    assert torch.equal(x[n], y[0]), f"sequence {n} of {problem}, room {room}"
+        again = bits(config, problem, given, cuda_device)
+        assert all(map(torch.equal, together, again))
 
 
 def wrong(

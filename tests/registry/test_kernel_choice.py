@@ -19,7 +19,7 @@ from flash_helpers.operations.attention_backward import OPERATION as GRADIENTS
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.supports import RETURN_LSE, AttentionSupports
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
-from flash_helpers.registry.family import HELD_BACK, StepEntry
+from flash_helpers.registry.family import HELD_BACK, LAST_RESORT, StepEntry
 
 A100, H100, B200, T4 = (8, 0), (9, 0), (10, 0), (7, 5)
 NEWEST = [
@@ -61,8 +61,11 @@ class TestSteps:
     @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
     def test_are_of_each_family_the_last_and_one_that_gives_the_same_bits(self, family):
         first, *others = family.preferred
-        known = [step for step in family.steps.values() if step.is_deterministic]
-        assert others == ([] if first.is_deterministic else known[-1:])
+        ready = [s for s in family.steps.values() if not s.traits & {HELD_BACK, LAST_RESORT}]
+        known = [step for step in ready if step.is_deterministic]
+        resort = [step for step in family.steps.values() if LAST_RESORT in step.traits]
+        assert first is ready[-1]
+        assert others == ([] if first.is_deterministic else known[-1:]) + resort
 
     @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
     @pytest.mark.parametrize("capability", [A100, H100])
@@ -110,6 +113,21 @@ class TestSteps:
         )
         assert [step.id for step in backward.preferred] == wanted
         assert not backward.steps["b9"].is_deterministic
+
+    def test_that_are_a_last_resort_stand_behind_the_others(self):
+        decode = FAMILIES["decode"]
+        assert [step.id for step in decode.preferred] == ["d5", "d8"]
+        portable = FAMILIES["decode_sync"]
+        assert [step.id for step in portable.preferred] == ["c4", "c5"]
+        first, *others, last = decode.entries
+        later = replace(decode, entries=(first, *others, last, replace(last, traits=frozenset())))
+        assert [step.id for step in later.preferred] == ["d9", "d8"]
+        assert LAST_RESORT not in later.steps["d9"].traits
+
+    def test_have_no_trait_that_they_drop(self):
+        traits = {step.id: step.traits for step in FAMILIES["decode"].steps.values()}
+        assert {"shares", "programmatic"} < traits["d7"] - traits["d8"]
+        assert {"pieces", "paged", "producer"} <= traits["d8"]
 
     def test_are_none_where_no_family_runs(self):
         assert preferred_steps(OPERATION, T4) == []

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,48 @@ class TestResult:
         assert computed(problem, given, o=o) is o
 
 
+class TestPieces:
+    @pytest.mark.parametrize("cut", [{"pieces": 3}, {"keys_per_piece": 64}])
+    def test_give_a_sequence_the_same_bits_in_every_batch(self, cut):
+        problem = Decode(3, 4, len_k=400, kv_heads=2, d_head=64, total_k=700, **cut)
+        given = draw("normal", problem)
+        assert_right(problem, given)
+        together = computed(problem, given, return_lse=True)
+        for n, length in enumerate(given["cache_seqlens"].tolist()):
+            one = {name: x[n : n + 1] for name, x in given.items()}
+            for name in "kv":
+                one[name] = one[name][:, : max(length, 1)].contiguous()
+            alone = computed(problem, one, return_lse=True)
+            assert all(map(torch.equal, alone, (x[n : n + 1] for x in together)))
+        usual = computed(replace(problem, **NOT_CUT), given, return_lse=True)
+        assert not all(map(torch.equal, together, usual))
+
+    @pytest.mark.parametrize(
+        ("cut", "error", "message"),
+        [
+            ({"pieces": -1}, ValueError, "pieces -1 is negative: use 0 for the kernel's choice"),
+            ({"pieces": True}, TypeError, "pieces is True: pass a whole number, or 0 for the ker"),
+            ({"pieces": 2**70}, ValueError, "is over the limit 65535 of a CUDA grid: use 65535"),
+            ({"keys_per_piece": 64.0}, TypeError, r"keys_per_piece is 64\.0: pass a whole number"),
+            ({"keys_per_piece": 100}, ValueError, "keys_per_piece 100 is not a multiple of the 64"),
+            (
+                {"keys_per_piece": 64, "pieces": 1},
+                ValueError,
+                "pieces 1 with keys_per_piece 64: pa",
+            ),
+        ],
+    )
+    def test_that_no_kernel_cuts_are_refused(self, cut, error, message):
+        with pytest.raises(error, match=message):
+            flash_attention.decode(cache(2, 1, 4, 64), cache(), cache(), **cut)
+
+    def test_of_any_size_over_the_room_are_one(self):
+        q, k = cache(2, 1, 4, 64), cache()
+        found = [flash_attention.decode(q, k, k, keys_per_piece=n) for n in (64, 2**70)]
+        assert torch.equal(*found)
+
+
+NOT_CUT = {"pieces": 0, "keys_per_piece": 0}
 LENGTHS = torch.tensor([3, 0]).int()
 TABLE = torch.zeros(2, 2).int()
 
@@ -288,7 +331,7 @@ class TestTracing:
 
     @pytest.mark.slow
     def test_the_operators_are_what_torch_expects_of_them(self, zeros):
-        options = True, 3, None, 0.0, None
+        options = True, 3, None, 0.0, None, 0, 64
         q, k = cache(2, 1, 4, 64), cache()
         given = q, k, k, None, LENGTHS, None, None
         operators = torch.ops.flash_attention
@@ -303,13 +346,14 @@ class TestTracing:
 def test_the_examples_of_the_page_run():
     section = DOCS.read_text().partition("## Decode\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {"torch": torch, "flash_attention": flash_attention, "device": "cpu"}
     outputs = []
     for block in blocks:
         exec(block, names)
         outputs.append(names["o"])
-    of_page, appended, by_wrapper = outputs
+    of_page, appended, by_wrapper, in_pieces = outputs
     assert of_page.shape == appended.shape == (2, 1, 8, 128)
     assert torch.equal(names["places"]["cache_seqlens"], torch.tensor([41, 18]).int())
     assert torch.equal(by_wrapper, appended[:, 0])
+    torch.testing.assert_close(in_pieces, appended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +146,82 @@ class TestDecode:
         wrapper, q, cache = self.planned(), randn(4, HEADS, D_HEAD), make_cache()
         compiled = torch.compile(wrapper.run, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(q, cache), wrapper.run(q, cache))
+
+
+class TestPieces:
+    """Keys in pieces of a number of pages, or in one."""
+
+    KEYS = (130, 50, 0, 64)  # of sequences
+
+    def run(self, *sequences: int, graph: bool = False, **options: Any) -> Any:
+        """Attention of some of the sequences, whose pages are always the same."""
+        torch.manual_seed(5)
+        q = randn(4, HEADS, D_HEAD)
+        k, v = (randn(64, PAGE_SIZE, KV_HEADS, D_HEAD) for _ in range(2))
+        pages = [-(-self.KEYS[n] // PAGE_SIZE) for n in sequences]
+        begins = [sum(-(-x // PAGE_SIZE) for x in self.KEYS[:n]) for n in sequences]
+        indices = [
+            63 - page for n, x in zip(begins, pages, strict=True) for page in range(n, n + x)
+        ]
+        indptr = int32(0, *itertools.accumulate(pages))
+        last = int32(*((self.KEYS[n] - 1) % PAGE_SIZE + 1 for n in sequences))
+        buffers = [torch.zeros(n).int() for n in (len(indptr), 64, len(last))] if graph else []
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", graph, False, *buffers)
+        wrapper.plan(indptr, int32(*indices), last, *SIZES, **options)
+        return wrapper.run(q[[*sequences]], (k, v), return_lse=True)
+
+    @pytest.mark.parametrize("options", [{"fixed_split_size": 16}, {"disable_split_kv": True}])
+    def test_a_sequence_has_the_same_bits_in_every_batch(self, options):
+        together = self.run(0, 1, 2, 3, **options)
+        for own, graph in (((0,), False), ((3, 0), True), ((1, 2), False)):
+            found = self.run(*own, graph=graph, **options)
+            assert all(torch.equal(x[[*own]], y) for x, y in zip(together, found, strict=True))
+        assert all(x.isfinite().all() for x in self.run(0, **options))
+
+    def test_are_those_of_decode(self, monkeypatch):
+        found: list[dict[str, Any]] = []
+
+        def own(*tensors: torch.Tensor, **options: Any) -> Any:
+            found.append(options)
+            return decode(*tensors, **options)
+
+        monkeypatch.setattr(flashinfer, "decode", own)
+        for options, wanted in (
+            ({}, {}),
+            ({"fixed_split_size": 32}, {"keys_per_piece": 128}),
+            ({"disable_split_kv": True}, {"pieces": 1}),
+            ({"disable_split_kv": True, "fixed_split_size": 16}, {"pieces": 1}),  # as FlashInfer
+        ):
+            self.run(0, **options)
+            given = found.pop()
+            assert {n: given[n] for n in ("pieces", "keys_per_piece") if n in given} == wanted
+
+    @pytest.mark.parametrize(
+        ("size", "error", "message"),
+        [
+            (0, ValueError, "fixed_split_size 0 is less than 1 page: pass 1 or more, or None"),
+            (-1, ValueError, "fixed_split_size -1 is less than 1 page"),
+            (True, TypeError, "fixed_split_size is True: pass a number of pages"),
+            (2.0, TypeError, r"fixed_split_size is 2\.0: pass a number of pages"),
+            (10, ValueError, "keys_per_piece 40 is not a multiple of the 64 keys .*: use 64"),
+        ],
+    )
+    def test_of_no_number_of_pages_are_refused(self, size, error, message):
+        with pytest.raises(error, match=message):
+            self.run(0, fixed_split_size=size)
+
+    def test_of_prefill_are_one(self):
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        plan = (QUERIES, INDPTR, INDICES, LAST, *SIZES)
+        with pytest.raises(
+            ValueError, match="fixed_split_size 16 is not built: pass None: a thread"
+        ):
+            wrapper.plan(*plan, fixed_split_size=16)
+        q, cache = randn(6, HEADS, D_HEAD), make_cache()
+        wrapper.plan(*plan)
+        usual = wrapper.run(q, cache)
+        wrapper.plan(*plan, disable_split_kv=True)
+        assert torch.equal(wrapper.run(q, cache), usual)
 
 
 class TestGraphs:
@@ -387,9 +464,7 @@ class TestPlanRefuses:
             ({"o_data_type": torch.bfloat16}, ValueError, r"o_data_type torch\.bfloat16 is not q_"),
             ({"pos_encoding_mode": "ROPE_LLAMA"}, ValueError, "pos_encoding_mode 'ROPE_LLAMA' is no"
              "t built: pass 'NONE', and rotate"),
-            ({"fixed_split_size": 16}, ValueError, "fixed_split_size 16 is not built: pass None"),
-            ({"disable_split_kv": True}, ValueError, "disable_split_kv True is not built: pass Fa"),
-            ({"disable_split_kv": 0}, ValueError, "disable_split_kv 0 is not built: pass False"),
+            ({"disable_split_kv": 0}, TypeError, "disable_split_kv is 0: pass True or False"),
             ({"block_tables": INDICES}, ValueError, "block_tables is not built: pass None"),
             ({"seq_lens": LAST}, ValueError, "seq_lens is not built: pass None"),
         ],

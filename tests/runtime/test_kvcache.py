@@ -173,6 +173,19 @@ def test_the_result_is_that_of_decode_on_the_cache_that_it_leaves(function):
     assert not torch.equal(not_causal, o)
 
 
+def test_num_splits_is_the_number_of_pieces():
+    case = Case()
+    for splits, pieces in ((0, 0), (1, 1), (3, 3)):
+        both = (
+            case.run(function, k=None, v=None, num_splits=splits, return_softmax_lse=True)
+            for function in FUNCTIONS
+        )
+        own = decode(
+            *(case.q, case.k_cache, case.v_cache), pieces=pieces, causal=False, return_lse=True
+        )
+        assert all(torch.equal(x, y) for found in both for x, y in zip(found, own, strict=True))
+
+
 def test_the_result_on_pages_is_that_on_their_keys_side_by_side():
     table = torch.tensor([[7, 2, 4], [0, 6, 99], [5, 1, 3]]).int()
     paged = Case(PAGES, PAGE_SIZE, new=2)
@@ -315,8 +328,9 @@ class TestRefusal:
              "k_cache has shape .*: pass a row for each sequence, or cache_batch_idx"),
             ({"k_cache": randn(1, 24, 2, 64).expand(3, -1, -1, -1)}, ValueError, "k_cache has strid"
              r"es .* share memory, and k is written to it: pass a tensor that is not expanded"),
-            ({"num_splits": 2}, ValueError, "num_splits 2 is not built: pass 0"),
-            ({"num_splits": 1}, ValueError, "num_splits 1 is not built: pass 0"),
+            ({"num_splits": -1}, ValueError, "num_splits -1 is not from 0, for the kernel's cho"),
+            ({"num_splits": 2.0}, TypeError, r"num_splits is 2\.0: pass a whole number, or 0 for"),
+            ({"num_splits": 65536}, ValueError, "num_splits 65536 is not from 0, .* to 65535, the"),
             ({"cache_leftpad": lengths()}, ValueError, "cache_leftpad is not built: pass None, an"),
             ({"causal": 1}, TypeError, "causal is 1: pass True or False"),
             ({"return_softmax_lse": 1}, TypeError, "return_softmax_lse is 1: pass True or False"),

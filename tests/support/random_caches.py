@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from flash_helpers.kernel_configs import Config
 from flash_helpers.operations.decode.inputs import draw
 from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.operations.decode.problems import DISTRIBUTIONS
-from flash_helpers.operations.decode.reference import lengths_of, reference
-from flash_helpers.registry.family import Family
+from flash_helpers.operations.decode.reference import caches_of, lengths_of, reference
+from flash_helpers.registry.family import HELD_BACK, Family
 from flash_helpers.registry.problem import Role, Strides, Tensor
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.tensors import torch_dtype
@@ -145,6 +145,15 @@ class _Draw(random.Random):
             found["softmax_scale"] = self.choice((0.02, 0.2, 0.5))
         return found
 
+    def pieces(self, config: Config) -> dict[str, int]:
+        """Draw how keys are cut, of what the config takes."""
+        supports = config.supports
+        if supports.keys_per_piece and self.chance(0.6):
+            return {"keys_per_piece": supports.B_c * self.randint(1, 3)}
+        if supports.max_pieces > 1 and self.chance(0.4):
+            return {"pieces": self.randint(1, 9)}
+        return {}
+
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
         """Draw strides: rows within heads or heads within rows, with gaps or without."""
         _, rows, heads, d_head = tensor.shape
@@ -160,9 +169,11 @@ class _Draw(random.Random):
 
 def last_configs(family: Family[Any]) -> list[Config]:
     """Return the committed configs of a family's last step, in both dtypes and of every head size,
-    and of those that calls take."""
+    of those that calls take, and of the last that is held back."""
     *_, last = family.steps.values()
-    return [c for c in committed(family.operation) if c.step in (last, *family.preferred)]
+    held_back = [step for step in family.steps.values() if HELD_BACK in step.traits]
+    steps = last, *family.preferred, *held_back[-1:]
+    return [c for c in committed(family.operation) if c.step in steps]
 
 
 def drawn(seed: int, config: Config, keys: int = 0) -> Cache:
@@ -175,7 +186,9 @@ def drawn(seed: int, config: Config, keys: int = 0) -> Cache:
     of_heads = [x for x in problem.tensors if x.name in "qkvo"]
     distribution = own.choice((*4 * ["normal"], *DISTRIBUTIONS))
     strides = {x.name: own.strides(x) for x in of_heads}
-    return Cache(problem, distribution, strides, seed, own.choice((NO_PAGE, -1, None)))
+    unused = own.choice((NO_PAGE, -1, None))
+    problem = replace(problem, **own.pieces(config))
+    return Cache(problem, distribution, strides, seed, unused)
 
 
 def drawn_inputs(cache: Cache, device: torch.device | str) -> dict[str, torch.Tensor]:
@@ -217,6 +230,40 @@ def wrong_outputs(
         for name, error in errors.items()
         if not error.within(right.bounds[name])
     ]
+
+
+def asked(config: Config, blocks: int = 2, pieces: int = 3) -> dict[str, int]:
+    """Return the option by which a call of a config says how keys are cut."""
+    if config.supports.keys_per_piece:
+        return {"keys_per_piece": blocks * config.supports.B_c}
+    return {"pieces": pieces}
+
+
+def alone(
+    problem: Decode,
+    given: Mapping[str, torch.Tensor],
+    number: int,
+    room: int,
+    page_size: int = 0,
+) -> tuple[Decode, dict[str, torch.Tensor]]:
+    """Return one sequence of a problem as a problem of its own, and its inputs. Its cache has a
+    room for other keys, and lies in one row, or in pages in reverse."""
+    keys, values = [*caches_of(problem, given)][number]
+    length = keys.shape[1]
+    sizes = {"batch": 1, "len_k": room, "total_k": length, "page_size": page_size}
+    own = replace(problem, **sizes, pages=0, caches=0)
+    found = {"q": given["q"][number : number + 1]}
+    for name, x in (("k", keys), ("v", values)):
+        found[name] = x.new_full((1, room, *x.shape[2:]), torch.nan)
+        found[name][:, :length] = x
+        if page_size:
+            found[name] = found[name].unflatten(1, (own.blocks, page_size))[0].flip(0)
+    places = {"cache_seqlens": [length], "block_table": [[*reversed(range(own.blocks))]]}
+    for name in places if page_size else ("cache_seqlens",):
+        found[name] = torch.tensor(places[name], dtype=torch.int32, device=keys.device)
+    if problem.sinks:
+        found["sinks"] = given["sinks"]
+    return own, found
 
 
 def faults_of(cache: Cache, config: Config, device: torch.device | str) -> list[str]:

@@ -167,7 +167,7 @@ class _Tracer:
             for f in fields(kind)
             if f.name in fixed
             or f.default is MISSING
-            or ("help" in f.metadata and (used is None or input_name(kind, f.name) in used))
+            or (_is_exported(f) and (used is None or input_name(kind, f.name) in used))
         }
         # Tensors whose addresses are 0 where they are not given: a call takes no field for that.
         self.optional = {
@@ -377,6 +377,10 @@ class _Tracer:
             return {x.name: x.bytes for x in found[0].buffers}.get(buffer.name, 0)
 
         return BufferFormula(buffer.name, self._value(size), buffer.zeroed)
+
+
+def _is_exported(field: Field[Any]) -> bool:
+    return "help" in field.metadata and field.metadata.get("exported", True)
 
 
 def _refuse(reason: str) -> None:

@@ -16,7 +16,7 @@ from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.decode import OPERATION
 from flash_helpers.operations.decode.problem import Decode
-from flash_helpers.operations.decode.supports import ALWAYS, DecodeSupports
+from flash_helpers.operations.decode.supports import ALWAYS, USUAL_PIECE, DecodeSupports
 from flash_helpers.registry.call import (
     FLOAT,
     INT,
@@ -31,8 +31,14 @@ from flash_helpers.registry.call import (
     TensorMap,
 )
 from flash_helpers.registry.config import Config, buildable_sizes, element, number
-from flash_helpers.registry.decode_arguments import GIVEN, MAX_LENGTH, given_names, option_values
-from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
+from flash_helpers.registry.decode_arguments import (
+    GIVEN,
+    MAX_LENGTH,
+    given_names,
+    most_pieces,
+    option_values,
+)
+from flash_helpers.registry.family import HELD_BACK, LAST_RESORT, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -61,6 +67,7 @@ LEAST_BUSY = (17, 20)  # of the SMs in all turns
 PAGED = "paged"  # the cache may lie in pages
 PIECES = "pieces"  # of a sequence's keys have thread blocks of their own
 SHARES = "shares"  # of all sequences' keys, one for each SM
+FIXED_SIZE = "fixed_size"  # of pieces, which begin at the same keys in every sequence
 TENSOR_CORES = "tensor_cores"  # TMA puts tiles into shared memory, where wgmma finds them
 
 _POINTERS = MappingProxyType({"Q": "q", "K_gmem": "k", "V_gmem": "v", "O": "o"})
@@ -80,6 +87,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("window_left", "window_right"), INT),
             "block_table": POINTER,
             **dict.fromkeys(("table_blocks", "page_size", "pages", "box", "pieces"), INT),
+            "keys_per_piece": INT,
             PARTS: POINTER,
             "batch": INT,
         }
@@ -176,7 +184,16 @@ class DecodeKernelConfig(Config):
             abilities=ALWAYS,
             pages=PAGED in self.step.traits,
             max_blocks=MAX_BLOCKS if SHARES in self.step.traits else None,
+            max_pieces=self._max_pieces,
+            keys_per_piece=FIXED_SIZE in self.step.traits,
         )
+
+    @property
+    def _max_pieces(self) -> int:
+        """The most pieces of a sequence's keys that a call may ask for."""
+        if self.step.traits & {SHARES, FIXED_SIZE}:
+            return 0
+        return gpu.MAX_GRID[2] if PIECES in self.step.traits else 1
 
     def _values(self, problem: Decode, strides: Strides) -> dict[str, tuple[float, ...]]:
         """Return the members of the arguments that are neither addresses nor tensor maps."""
@@ -200,11 +217,31 @@ class DecodeKernelConfig(Config):
         return self.n_threads, self.smem_bytes
 
     def pieces(self, problem: Decode, device: Device) -> int:
-        """Return the pieces of the keys of a tile: as many as the SMs take in one turn, or in as
-        few turns as keep LEAST_BUSY of them busy; of LEAST_PIECE keys or more if a sequence has as
-        many as it may."""
+        """Return the pieces of the keys of a tile; if they have a fixed size, the most that it sees
+        a key of."""
+        if FIXED_SIZE in self.step.traits:
+            return most_pieces(problem, self.keys_per_piece(problem))
+        return self._equal_pieces(problem, device)
+
+    def keys_per_piece(self, problem: Decode) -> int:
+        """Return the keys of a piece that have a fixed size, 0 of those that have not: as many as
+        the problem asks for, or USUAL_PIECE, and no more than there is room for."""
+        if FIXED_SIZE not in self.step.traits:
+            return 0
+        step = self.supports.B_c
+        room = -(-problem.len_k // step) * step
+        return min(problem.keys_per_piece or USUAL_PIECE, room)
+
+    def _equal_pieces(self, problem: Decode, device: Device) -> int:
+        """Return the equal pieces of the keys of a tile, as many as the problem asks for.
+
+        Else they are as many as the SMs take in one turn, or in as few turns as keep LEAST_BUSY of
+        them busy; of LEAST_PIECE keys or more if a sequence has as many as it may.
+        """
         if PIECES not in self.step.traits or SHARES in self.step.traits:
             return 1
+        if problem.pieces:  # a sequence has no more blocks
+            return min(problem.pieces, -(-problem.len_k // self.B_c))
         tiles = problem.batch * self.supports.tiles(problem)
         busy, of_all = LEAST_BUSY
         for turns in range(1, MOST_TURNS + 1):
@@ -261,7 +298,11 @@ class DecodeKernelConfig(Config):
                 block=self.block(function)[0],
                 shared_bytes=self.block(function)[1],
                 layout=ARGUMENTS,
-                values=self._values(problem, strides) | {"pieces": (pieces,)},
+                values=self._values(problem, strides)
+                | {
+                    "pieces": (pieces,),
+                    "keys_per_piece": (self.keys_per_piece(problem),),
+                },
                 addresses=tuple(
                     Address(ARGUMENTS.offset(member), name) for member, name in names.items()
                 ),
@@ -325,13 +366,17 @@ def _variants(own: DecodeKernelConfig) -> tuple[DecodeKernelConfig, ...]:
 
 
 def listed_variants() -> list[DecodeKernelConfig]:
-    """Return the last step's configs of the other head sizes, each in one dtype and with other
+    """Return the configs of the other head sizes of d7 and d8, each in one dtype and with other
     rows."""
-    *_, last = DECODE_FAMILY.steps.values()
-    own = DECODE_FAMILY.fixed_config(last, Element.BF16)
-    sizes = [own.of_size(size) for size in HEAD_SIZES if size != own.d_head]
-    rows = TILE_ROWS[1:]
-    return [config.replace(dtype=DTYPES[n % 2], B_r=rows[n]) for n, config in enumerate(sizes)]
+    found = []
+    for step in ("d7", "d8"):
+        own = DECODE_FAMILY.fixed_config(DECODE_FAMILY.steps[step], Element.BF16)
+        sizes = [own.of_size(size) for size in HEAD_SIZES if size != own.d_head]
+        found += [
+            config.replace(dtype=DTYPES[n % 2], B_r=TILE_ROWS[n + 1])
+            for n, config in enumerate(sizes)
+        ]
+    return found
 
 
 def _file(number: int) -> str:
@@ -394,6 +439,16 @@ DECODE_FAMILY = Family(
             "a call begins while the one before ends, and waits for it on the device",
             _file(7),
             traits=frozenset({PROGRAMMATIC, HELD_BACK}),
+        ),
+        StepEntry(
+            "fixed_pieces",
+            "pieces of one size in every sequence, so that no result depends on the others",
+            _file(8),
+            sets={"slots": 6},
+            opens={"warpgroups": (1, 2)},
+            traits=frozenset({FIXED_SIZE, LAST_RESORT}),
+            drops=frozenset({SHARES, PROGRAMMATIC}),
+            parent="d5",
         ),
     ),
     targets=(TARGET,),

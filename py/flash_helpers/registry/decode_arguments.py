@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from flash_helpers import gpu
 from flash_helpers.operations.decode.problem import Decode
 
 MAX_LENGTH = 2**29  # of the cache: sums of two lengths and a bound of the window are an int
@@ -15,6 +16,16 @@ def given_names(problem: Decode) -> dict[str, str]:
     """Return the tensors of `GIVEN` that a problem has, by member of the arguments."""
     given = {tensor.name for tensor in (*problem.inputs, *problem.outputs)}
     return {name: name for name in GIVEN if name in given}
+
+
+def most_pieces(problem: Decode, size: int) -> int:
+    """Return the most pieces of `size` keys that queries of one sequence see a key of."""
+    # no more are taken: in a form whose range an export can tell
+    every = min(-(-problem.len_k // size), gpu.MAX_GRID[2])
+    if problem.window_left is None:
+        return every
+    seen = problem.window_left + problem.len_q  # keys from the first to the last
+    return min(every, 1 - (1 - seen) // size)
 
 
 def option_values(problem: Decode) -> dict[str, tuple[float, ...]]:

@@ -16,7 +16,7 @@ from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.decode import OPERATION
 from flash_helpers.operations.decode.problem import Decode
-from flash_helpers.operations.decode.supports import ALWAYS, DecodeSupports
+from flash_helpers.operations.decode.supports import ALWAYS, USUAL_PIECE, DecodeSupports
 from flash_helpers.registry.call import (
     FLOAT,
     INT,
@@ -29,8 +29,14 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, buildable_sizes, element, number
-from flash_helpers.registry.decode_arguments import GIVEN, MAX_LENGTH, given_names, option_values
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.decode_arguments import (
+    GIVEN,
+    MAX_LENGTH,
+    given_names,
+    most_pieces,
+    option_values,
+)
+from flash_helpers.registry.family import LAST_RESORT, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -47,6 +53,7 @@ from flash_helpers.registry.problem import Element, Strides
 RING = "ring"  # blocks are copied while one is multiplied
 PAGED = "paged"  # the cache may lie in pages
 PIECES = "pieces"  # of a sequence's keys have thread blocks of their own
+FIXED_SIZE = "fixed_size"  # of pieces, which begin at the same keys in every sequence
 
 # Buffers: of each piece m and l, and O in float32.
 STATISTICS, O_PARTS = "statistics", "O_parts"
@@ -68,7 +75,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("scale", "scale_in_cap"), FLOAT),
             **dict.fromkeys(("window_left", "window_right"), INT),
             "block_table": POINTER,
-            **dict.fromkeys(("table_blocks", "page_size", "pieces"), INT),
+            **dict.fromkeys(("table_blocks", "page_size", "pieces", "keys_per_piece"), INT),
             **dict.fromkeys((STATISTICS, O_PARTS), POINTER),
         }
     ),
@@ -154,7 +161,16 @@ class DecodeSyncKernelConfig(Config):
             B_c=self.n_warps * self.B_c,
             abilities=ALWAYS,
             pages=PAGED in self.step.traits,
+            max_pieces=self._max_pieces,
+            keys_per_piece=FIXED_SIZE in self.step.traits,
         )
+
+    @property
+    def _max_pieces(self) -> int:
+        """The most pieces of a sequence's keys that a call may ask for."""
+        if FIXED_SIZE in self.step.traits:
+            return 0
+        return gpu.MAX_GRID[2] if PIECES in self.step.traits else 1
 
     def _values(self, problem: Decode, strides: Strides) -> dict[str, tuple[float, ...]]:
         """Return the members of the arguments that are no addresses."""
@@ -173,11 +189,31 @@ class DecodeSyncKernelConfig(Config):
         return self.n_threads, self.smem_bytes if kernel == DECODE else 0
 
     def pieces(self, problem: Decode, device: Device) -> int:
-        """Return the pieces of each sequence's keys: as many as give each SM BLOCKS_PER_SM thread
-        blocks or up to twice as many, of LEAST_PIECE keys or more if a sequence has all that it
-        may."""
+        """Return the pieces of each sequence's keys; if they have a fixed size, the most that its
+        queries see a key of."""
+        if FIXED_SIZE in self.step.traits:
+            return most_pieces(problem, self.keys_per_piece(problem))
+        return self._equal_pieces(problem, device)
+
+    def keys_per_piece(self, problem: Decode) -> int:
+        """Return the keys of a piece that have a fixed size, 0 of those that have not: as many as
+        the problem asks for, or USUAL_PIECE, and no more than there is room for."""
+        if FIXED_SIZE not in self.step.traits:
+            return 0
+        step = self.supports.B_c
+        room = -(-problem.len_k // step) * step
+        return min(problem.keys_per_piece or USUAL_PIECE, room)
+
+    def _equal_pieces(self, problem: Decode, device: Device) -> int:
+        """Return the equal pieces of each sequence's keys, as many as the problem asks for.
+
+        Else they are as many as give each SM BLOCKS_PER_SM thread blocks or up to twice as many, of
+        LEAST_PIECE keys or more if a sequence has all that it may.
+        """
         if PIECES not in self.step.traits:
             return 1
+        if problem.pieces:  # a sequence has no more blocks of all warps
+            return min(problem.pieces, -(-problem.len_k // self.supports.B_c))
         blocks = problem.batch * self.supports.tiles(problem)
         # rounded up, in a form whose range an export can tell
         wanted = 1 + (BLOCKS_PER_SM * device.sms - 1) // blocks
@@ -204,7 +240,11 @@ class DecodeSyncKernelConfig(Config):
                 block=self.block(function)[0],
                 shared_bytes=self.block(function)[1],
                 layout=ARGUMENTS,
-                values=self._values(problem, strides) | {"pieces": (pieces,)},
+                values=self._values(problem, strides)
+                | {
+                    "pieces": (pieces,),
+                    "keys_per_piece": (self.keys_per_piece(problem),),
+                },
                 addresses=tuple(
                     Address(ARGUMENTS.offset(member), name) for member, name in names.items()
                 ),
@@ -250,10 +290,11 @@ def _variants(own: DecodeSyncKernelConfig) -> tuple[DecodeSyncKernelConfig, ...]
 
 
 def listed_variants() -> list[DecodeSyncKernelConfig]:
-    """Return the last step's configs of the other head sizes, each in one dtype."""
-    *_, last = DECODE_SYNC.steps.values()
+    """Return the configs of the other head sizes of the steps that calls take, each in one
+    dtype."""
     return [
-        DECODE_SYNC.fixed_config(last, DTYPES[n % 2]).of_size(size)
+        DECODE_SYNC.fixed_config(step, DTYPES[n % 2]).of_size(size)
+        for step in DECODE_SYNC.preferred
         for n, size in enumerate(size for size in WARPS if size != _BASE["d_head"])
     ]
 
@@ -296,6 +337,12 @@ DECODE_SYNC = Family(
             "pieces of a sequence's keys have thread blocks, which a second kernel adds up",
             _file(4),
             traits=frozenset({PIECES}),
+        ),
+        StepEntry(
+            "fixed_pieces",
+            "pieces of one size in every sequence, so that no result depends on the others",
+            _file(5),
+            traits=frozenset({FIXED_SIZE, LAST_RESORT}),
         ),
     ),
     targets=TARGETS,

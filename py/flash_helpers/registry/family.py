@@ -31,6 +31,10 @@ UNORDERED_SUMS = "unordered_sums"
 # Another, of one step alone: it was not measured, or not found right on a GPU in all random tests.
 # Calls that name no kernel pass it over.
 HELD_BACK = "held_back"
+# Another, of one step alone: calls that name no kernel take it for problems alone that no step
+# before it takes, since it was not measured or is slower.
+LAST_RESORT = "last_resort"
+_OF_ONE_STEP = frozenset({HELD_BACK, LAST_RESORT})
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class StepEntry:
     the kernel's file, relative to the root of the repository. `sets`: options that the step turns
     on, by name of the config's field. `opens`: options that it makes tunable, with the values that
     a sweep tries. `traits`: facts about the kernel from this step on that its config does not show,
-    and HELD_BACK, which says nothing of later steps.
-    `parent`: id of a step of another family; None stands for the step before it. `place`: the place
-    of its page in the course.
+    and HELD_BACK or LAST_RESORT, which say nothing of later steps. `drops`: traits of the steps
+    before that it does not have, nor do those behind it.
+    `parent`: id of another step than the one before it, of this family or another; None stands for
+    the step before it. `place`: the place of its page in the course.
     """
 
     slug: str
@@ -52,6 +57,7 @@ class StepEntry:
     sets: Mapping[str, Any] = field(default_factory=dict)
     opens: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     traits: frozenset[str] = frozenset()
+    drops: frozenset[str] = frozenset()
     parent: str | None = None
     place: str = LOGBOOK
 
@@ -150,7 +156,7 @@ class Family(Generic[C]):
         for number, entry in enumerate(self.entries, start=1):
             options |= entry.sets
             tunable |= entry.opens
-            traits |= entry.traits - {HELD_BACK}
+            traits = (traits - entry.drops) | (entry.traits - _OF_ONE_STEP)
             before = self.step_id(number - 1) if number > 1 else None
             found[self.step_id(number)] = Step(
                 id=self.step_id(number),
@@ -170,12 +176,16 @@ class Family(Generic[C]):
 
     @cached_property
     def preferred(self) -> tuple[Step, ...]:
-        """The steps that a call takes which names no kernel, if no measurement speaks for another:
-        the last that is not held back; and behind it, if its bits differ from call to call, the
-        last of these whose bits do not."""
-        ready = [step for step in self.steps.values() if HELD_BACK not in step.traits]
+        """The steps that a call takes which names no kernel, if no measurement speaks for another.
+
+        The first is the last that is neither held back nor a last resort. If its bits differ from
+        call to call, the last of these whose bits do not is behind it. The last step that is a last
+        resort stands behind both.
+        """
+        ready = [step for step in self.steps.values() if not step.traits & _OF_ONE_STEP]
         deterministic = [step for step in ready if step.is_deterministic]
-        return tuple(dict.fromkeys((*ready[-1:], *deterministic[-1:])))
+        resort = [step for step in self.steps.values() if LAST_RESORT in step.traits]
+        return tuple(dict.fromkeys((*ready[-1:], *deterministic[-1:], *resort[-1:])))
 
     def fixed_config(self, step: Step, dtype: Element) -> C:
         """Return the config with which the progression shows a step."""

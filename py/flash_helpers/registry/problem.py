@@ -135,7 +135,8 @@ def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
     `text`: help of the option. `flag`: `name` of the option if it is not the field's; `metavar`;
     `title`: the field in words, if they differ from the option's name; `least`, `most`: smallest
     and largest value in a call of an exported kernel; `tensor`: the optional input that is given
-    if the field is not None; a launch depends on the field by that input's address alone.
+    if the field is not None; a launch depends on the field by that input's address alone;
+    `exported`: False if calls of exported kernels leave it at its default.
     """
     return field(default=default, metadata={"help": text, **flag})
 
@@ -251,6 +252,11 @@ class Problem:
     def call_options(self) -> dict[str, Any]:
         """Return the options that a call passes beside the tensors (`posed`)."""
         return {}
+
+    def for_choice(self: Own) -> Own:
+        """Return the problem for which the fastest kernel computes this one: this one itself,
+        unless its results must not depend on some of its sizes."""
+        return self
 
     def wrong_values(self, values: Mapping[str, Any]) -> list[str]:
         """Return the faults of the values of integer inputs, each with the limit and the way out.

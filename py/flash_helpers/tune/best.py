@@ -91,6 +91,7 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
          this problem first (`BestConfig.for_problem`), and their variants (`Config.variants`);
       3. the fixed configs of these steps and their variants. So a family that was never measured is
          taken where no measured config of another supports the problem.
+    The fastest is that for `Problem.for_choice`: one kernel for pieces of keys of one size.
     A problem that asks for the same bits in every call (`AttentionBackward.deterministic`) is
     supported by configs of deterministic steps alone, winners and measured ones too.
     A kernel that the library lacks is compiled.
@@ -108,7 +109,7 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
 def config_for(problem: Problem, gpu: Device | None) -> Config:
     """Return the config that `choose_config` takes on a GPU, which need not be present. gpu: None
     is the CPU. Sizes that are symbols have conditions on them by the config's refusals alone."""
-    return first_that_takes(problem, _candidates(_example(problem), gpu))
+    return first_that_takes(problem, _candidates(_example(problem.for_choice()), gpu))
 
 
 def _example(problem: Problem) -> Problem:

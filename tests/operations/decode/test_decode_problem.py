@@ -24,6 +24,7 @@ OPTIONAL = {
     "cache_batch_idx": (3,),
 }
 OPTIONS = {"causal": True, "window_left": 7, "softcap": 2.0, "softmax_scale": 0.5}
+OPTIONS |= {"keys_per_piece": 64}
 
 
 def combinations() -> Iterator[dict[str, tuple[int, ...]]]:
@@ -45,7 +46,7 @@ def test_every_combination_of_tensors_poses_a_problem_that_has_these_tensors() -
         assert own == {"o": OF_Q, **shapes}
         assert [x.name for x in problem.tensors] == [*Decode.axes]
         assert all(len(x.shape) == len(x.axes) for x in problem.tensors)
-        assert problem.call_options() == {**OPTIONS, "window_right": None}
+        assert problem.call_options() == {**OPTIONS, "window_right": None, "pieces": 0}
         assert Decode.from_record(problem.record()) == problem
 
 
@@ -83,6 +84,9 @@ def test_one_query_sees_all_keys_up_to_the_last(options) -> None:
         ({"page_size": 8, "caches": 2}, "caches 2 with page_size 8: block_table says which"),
         ({"batch": 1, "sequences": 2}, "sequences 2: a cache has a row for each sequence: use tot"),
         ({"window_left": -2}, "window_left -2 is negative: use 0 or more, or None"),
+        ({"pieces": -2}, "pieces -2 is negative: use 0 for the kernel's choice"),
+        ({"keys_per_piece": -2}, "keys_per_piece -2 is negative: use 0 for the kernel's choice"),
+        ({"pieces": 2, "keys_per_piece": 64}, "pieces 2 with keys_per_piece 64: pass one of them"),
     ],
     ids=str,
 )
@@ -222,5 +226,7 @@ def test_says_what_it_is() -> None:
         "batch 3, heads 4 on 1, seq 2 on 48, d_head 128, 90 keys together, 20 pages of 16, lse"
     )
     assert str(Decode(3, 4, len_k=48, caches=2)).endswith(", 2 rows of cache")
+    assert str(Decode(3, 4, len_k=48, pieces=2)).endswith(", 2 pieces")
+    assert str(Decode(3, 4, len_k=48, keys_per_piece=64)).endswith(", pieces of 64 keys")
     found = Decode.together([Decode(2, 4, len_k=n, page_size=16) for n in (16, 32)], "len_k")
     assert found == "2 pages of 16, 4 pages of 16, 4 heads on 1, batch 2 at 16, 2 at 32"

@@ -47,7 +47,8 @@ def test_pages_that_a_window_hides_are_not_read(config, unused) -> None:
     assert not faults_of(Cache(problem, "normal", strides, 0, unused), config, "cpu")
 
 
-CONFIG = last_configs(DECODE_SYNC)[0]
+CONFIG = DECODE_SYNC.fixed_config(DECODE_SYNC.steps["c4"], Element.BF16)
+CUT = DECODE_SYNC.fixed_config(DECODE_SYNC.steps["c5"], Element.BF16)  # in pieces of a size
 
 
 def test_a_seed_is_one_cache() -> None:
@@ -63,6 +64,9 @@ def test_seeds_have_every_kind_of_cache() -> None:
     assert len({p.len_q for p in problems}) > 10 and len({p.page_size for p in problems}) > 15
     for name in ("causal", "sinks", "softcap", "return_lse", "page_size", "caches"):
         assert {bool(getattr(p, name)) for p in problems} == {False, True}
+    of_pieces = [drawn(seed, config).problem for config in (CONFIG, CUT) for seed in MATRIX]
+    assert {0, 1, 2, 9} <= {p.pieces for p in of_pieces}
+    assert {0, 64, 128, 192} <= {p.keys_per_piece for p in of_pieces}
     for name in ("window_left", "window_right", "total_k"):
         assert {getattr(p, name) is None for p in problems} == {False, True}
     assert any(p.total_k == 0 for p in problems)

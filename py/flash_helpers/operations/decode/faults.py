@@ -31,6 +31,10 @@ FAULTS = {
         "c4", BF16, MAIN_LOOP, r"ex2\.approx", swap(r"ex2\S+\s+(%f\d+), .*;",
         r"mov.f32 \1, 0f3F800000;"), nth(0), quantity="o", kernel="combine_kernel",
     ),
+    "c5: a piece goes on to the end of its sequence": Fault(
+        "c5", BF16, PROLOGUE, r"min\.s32", swap(r"min\S+\s+(%r\d+), %r\d+, (%r\d+);",
+        r"mov.u32 \1, \2;"), nth(4), quantity="o",
+    ),
     "d1: a thread reads sums before all streams have stored theirs": Fault(
         "d1", BF16, MAIN_LOOP, BARRIER, drop, nth(0), RaceError, "m(part, row)",
     ),
@@ -55,16 +59,22 @@ FAULTS = {
         "d7", BF16, PROLOGUE, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
         "keys_of(",
     ),
+    "d8: parts are counted before the launch that stores them has ended": Fault(
+        "d8", BF16, PROLOGUE, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
+        "args.cache_seqlens", kernel="combine_kernel",
+    ),
 }  # fmt: skip
 
 
 def problem_of(config: Any) -> Decode:
     """Return the problem on which faults of a config show: two sequences, of which one ends within
-    a block, and two heads on one; in pages of 4 keys if the kernel takes them."""
+    a block, and two heads on one; in pages of 4 keys, and in pieces of a half of the keys, if the
+    kernel takes them."""
     supports = config.supports
     room = 8 * supports.B_c
     sizes = {"d_head": config.d_head, "dtype": config.dtype, "total_k": 2 * room - 5}
-    return Decode(2, 2, len_k=room, page_size=4 if supports.pages else 0, **sizes)
+    pages, pieces = 4 * supports.pages, room // 2 * supports.keys_per_piece
+    return Decode(2, 2, len_k=room, page_size=pages, keys_per_piece=pieces, **sizes)
 
 
 def device_of(config: Config) -> Device:

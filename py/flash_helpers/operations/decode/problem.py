@@ -20,6 +20,8 @@ _PLACES = MappingProxyType(
         "cache_batch_idx": ("batch",),
     }
 )
+# Sizes for which kernels are chosen whose results must not depend on the sizes of a call.
+_MANY_SEQUENCES, _MANY_KEYS = 64, 8192
 
 
 @dataclass(frozen=True, order=True)
@@ -37,12 +39,18 @@ class Decode(AttentionForward):
     many as this together; without it each has len_k. Keys behind the last are not read. All three
     inputs are int32. Entries of block_table whose keys no query sees may be anything.
 
+    `pieces`: the keys of each sequence are computed in as many equal pieces, and these added up in
+    order. `keys_per_piece`: in pieces of as many keys, which begin at the sequence's key 0. With
+    either of them the bits of a sequence's results do not depend on the other sequences; with
+    neither the kernel chooses.
+
     Masks are those of `AttentionForward` at each sequence's own length: the last query stands at
     the last key. One query sees all keys, and is never `causal`. Softcap, sinks, LSE and queries
     without a key are as there, too.
 
     len_k is a multiple of page_size; pages are as many as the sequences have together, unless they
-    are given. Raises ValueError as `AttentionForward` does, and for sizes that do not fit together.
+    are given. Raises ValueError as `AttentionForward` does, for sizes that do not fit together, and
+    for both kinds of pieces at once.
     """
 
     operation: ClassVar[str] = "decode"
@@ -64,6 +72,10 @@ class Decode(AttentionForward):
     page_size: int = option("keys of a page, 0 for a cache without pages", 0, least=0)
     pages: int = option("pages of the cache", 0, least=0)
     caches: int = option("rows of a cache that sequences share, 0 for their own", 0, least=0)
+    pieces: int = option(
+        "pieces of each sequence's keys, 0 for the kernel's choice", 0, least=0, exported=False
+    )
+    keys_per_piece: int = option("keys of a piece, 0 for the kernel's choice", 0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +93,15 @@ class Decode(AttentionForward):
                 f"{self.batch} sequences"
             )
         self._check_pages()
+        for name in ("pieces", "keys_per_piece"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is negative: use 0 for the kernel's choice"
+                )
+        if self.pieces and self.keys_per_piece:
+            raise ValueError(
+                f"pieces {self.pieces} with keys_per_piece {self.keys_per_piece}: pass one of them"
+            )
 
     def _check_pages(self) -> None:
         for name in ("page_size", "pages", "caches"):
@@ -116,6 +137,10 @@ class Decode(AttentionForward):
             found.append(f"{self.pages} pages of {self.page_size}")
         if self.caches:
             found.append(f"{self.caches} rows of cache")
+        if self.pieces:
+            found.append(f"{self.pieces} pieces")
+        if self.keys_per_piece:
+            found.append(f"pieces of {self.keys_per_piece} keys")
         return found
 
     @classmethod
@@ -129,6 +154,8 @@ class Decode(AttentionForward):
         window_left: int | None = None,
         window_right: int | None = None,
         softcap: float = 0.0,
+        pieces: int = 0,
+        keys_per_piece: int = 0,
     ) -> Decode:
         """Return the problem of q, k and v, and of the optional tensors that are given."""
         cls._fitting(shapes)
@@ -159,6 +186,8 @@ class Decode(AttentionForward):
             page_size=room if paged else 0,
             pages=rows if paged else 0,
             caches=rows if "cache_batch_idx" in shapes else 0,
+            pieces=pieces,
+            keys_per_piece=keys_per_piece,
         )
 
     @classmethod
@@ -227,8 +256,19 @@ class Decode(AttentionForward):
         return {name: wanted for name, (_, _, wanted) in fitting.items() if name not in _PLACES}
 
     def call_options(self) -> dict[str, Any]:
-        """Return the scale, the masks and the softcap: no option is compiled into a kernel."""
-        return {"causal": self.causal, **super().call_options()}
+        """Return the scale, the masks, the softcap and the pieces: no option is compiled into a
+        kernel."""
+        pieces = {"pieces": self.pieces, "keys_per_piece": self.keys_per_piece}
+        return {"causal": self.causal, **super().call_options(), **pieces}
+
+    def for_choice(self) -> Decode:
+        """Return many long sequences without masks in place of this problem's own, if its results
+        must not depend on these: the same kernel then computes a sequence in every batch."""
+        if not (self.pieces or self.keys_per_piece):
+            return self
+        own: dict[str, Any] = dict.fromkeys(("total_k", "window_left", "window_right"))
+        own |= dict.fromkeys(("page_size", "pages", "caches"), 0)
+        return replace(self, batch=_MANY_SEQUENCES, len_k=_MANY_KEYS, **own)
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:

@@ -21,6 +21,8 @@ from flash_helpers.operations.attention_forward.supports import (
 from flash_helpers.operations.decode.problem import Decode
 
 PAGES = "pages"
+PIECES, KEYS_PER_PIECE = "pieces", "keys_per_piece"
+USUAL_PIECE = 1024  # keys of a piece of a fixed size, where a call names none
 # What every kernel of the operation takes.
 ALWAYS = frozenset({GROUPED_HEADS, RETURN_LSE, SINKS, SOFTCAP, SOFTMAX_SCALE, TWO_LENGTHS, WINDOW})
 
@@ -31,7 +33,8 @@ class DecodeSupports(AttentionSupports):
 
     B_r: queries and heads that share keys, in one tile. B_c: keys of a block. `pages`: whether the
     kernel takes a cache in pages. `max_blocks`: blocks of keys, each counted for each tile that
-    reads it, of all sequences; None for any number.
+    reads it, of all sequences; None for any number. `max_pieces`: the most pieces that a call may
+    ask for; 0 where none. `keys_per_piece`: whether it may ask for pieces of so many keys.
     """
 
     problems: ClassVar[type[AttentionForward]] = Decode
@@ -40,6 +43,8 @@ class DecodeSupports(AttentionSupports):
     pages: bool = False
     max_batch: int = gpu.MAX_GRID[0]
     max_blocks: int | None = None
+    max_pieces: int = 1
+    keys_per_piece: bool = False
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -47,13 +52,24 @@ class DecodeSupports(AttentionSupports):
         return {}
 
     def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
-        """Return the head sizes of a problem that the kernel is not built for, and pages; options
-        come with the call."""
+        """Return the head sizes of a problem that the kernel is not built for, pages and pieces;
+        options come with the call."""
         found = self._other_sizes(problem)
-        if isinstance(problem, Decode) and problem.page_size and not self.pages:
+        assert isinstance(problem, Decode)
+        if problem.page_size and not self.pages:
             found[PAGES] = (
                 f"page_size {problem.page_size}",
                 "choose a step that takes pages, or gather the pages of each sequence",
+            )
+        if problem.pieces > self.max_pieces and self.max_pieces <= 1:
+            found[PIECES] = (
+                f"pieces {problem.pieces}",
+                "choose a step that takes pieces, or leave pieces out",
+            )
+        if problem.keys_per_piece and not self.keys_per_piece:
+            found[KEYS_PER_PIECE] = (
+                f"keys_per_piece {problem.keys_per_piece}",
+                "choose a step that takes keys_per_piece, or pass pieces",
             )
         return found
 
@@ -90,13 +106,42 @@ class DecodeSupports(AttentionSupports):
                 f"{problem.kv_heads} has {blocks} blocks of {self.B_c} keys, over the limit "
                 f"{self.max_blocks} of an int: split the call by sequences"
             )
+        if problem.pieces > max(self.max_pieces, 1):
+            return (
+                f"pieces {problem.pieces} is over the limit {self.max_pieces} of a CUDA grid: use "
+                f"{self.max_pieces}"
+            )
+        return self._piece_refusal(problem, kernel)
+
+    def _piece_refusal(self, problem: Decode, kernel: str) -> str:
+        """Return the reason why pieces cannot have so many keys, with the way out; "" if they
+        can."""
+        keys, B_c = problem.keys_per_piece or USUAL_PIECE * self.keys_per_piece, self.B_c
+        if keys % B_c:
+            longer = -(-keys // B_c) * B_c
+            return (
+                f"keys_per_piece {keys} is not a multiple of the {B_c} keys that {kernel} computes "
+                f"at once: use {longer}"
+            )
+        most = gpu.MAX_GRID[2]
+        if keys and keys * most < problem.len_k:
+            longer = -(-problem.len_k // (most * B_c)) * B_c
+            return (
+                f"keys_per_piece {keys} makes over {most} pieces of len_k {problem.len_k}, the "
+                f"limit of a CUDA grid: use {longer} or more"
+            )
         return ""
 
     def described(self) -> dict[str, str]:
         """Return what `AttentionSupports.described` does, and pages."""
         found = super().described()
+        named = {PAGES: self.pages, PIECES: self.max_pieces > 1}
+        named[KEYS_PER_PIECE] = self.keys_per_piece
         found["options"] = ", ".join(
-            ["causal, cache_seqlens, cache_batch_idx", found["options"]] + [PAGES] * self.pages
+            [
+                *("causal, cache_seqlens, cache_batch_idx", found["options"]),
+                *(name for name, is_taken in named.items() if is_taken),
+            ]
         )
         return found
 
@@ -105,8 +150,8 @@ class DecodeSupports(AttentionSupports):
 
         One key; a block, and one key more or less; lengths that differ, with none and with all;
         each option, and all of them. Tiles of queries that are not full, and several. Windows
-        within a block and over one. A cache that sequences share; one that kernels may cut; pages
-        of one key, of a few, of a block.
+        within a block and over one. A cache that sequences share; one that kernels may cut; pieces
+        of a number, and of a size; pages of one key, of a few, of a block.
         """
         B_c, B_r = self.B_c, self.B_r
         rows = B_r // 2 + 1  # queries of one head that do not fill a tile
@@ -128,6 +173,13 @@ class DecodeSupports(AttentionSupports):
             yield make(1, 2, 3 * B_c, len_q=3, **window)
         yield make(2, 2, 2 * B_c, len_q=rows, causal=True, total_k=B_c + 2, return_lse=True)
         yield make(3, 2, 8 * B_c + 5, total_k=8 * B_c + 65, return_lse=True)  # several pieces
+        if self.max_pieces > 1:
+            yield make(3, 2, 4 * B_c, total_k=5 * B_c + 5, pieces=3, return_lse=True)
+        if self.keys_per_piece:
+            yield make(
+                *(3, 2, 5 * B_c), len_q=2, window_left=2 * B_c, total_k=6 * B_c + 5,
+                keys_per_piece=B_c, return_lse=True,
+            )  # fmt: skip
         yield make(1, 2 * B_r, B_c + 1, kv_heads=2, len_q=2, causal=True)
         yield make(
             *(3, 6, 3 * B_c), kv_heads=2, len_q=3, causal=True, window_left=B_c, total_k=4 * B_c,
