@@ -57,6 +57,8 @@ class Measurer:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
+            # NCCL's kernels take SMs before those of attention, which would leave none
+            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         dist.init_process_group(
             backend, init_method=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
         )

@@ -250,8 +250,8 @@ class Transfer:
 class Ring:
     """Transfers to the next rank from the one before it, on a stream of their own.
 
-    They begin in order, each when what the current stream holds at its start is done. So the
-    kernels that are launched after the start run beside it.
+    They begin in order, each after a mark of the stream of the kernels. Kernels that are launched
+    behind the mark run beside the transfer.
     """
 
     def __init__(
@@ -260,19 +260,34 @@ class Ring:
         self._ranks, self._device, self._timed = ranks, device, timed
         self._stream = _stream(device) if device.type == "cuda" else None
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event behind all that the current stream holds now; None on the CPU, which
+        computes at once."""
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._device).record_event()
+
     def pass_on(
-        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str, step: int
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        after: torch.cuda.Event | None,
+        what: str,
+        step: int,
     ) -> Transfer:
-        """Start to send tensors, contiguous ones, and to receive as many. what, step: for
-        messages."""
+        """Start to send tensors, contiguous ones, and to receive as many. after: a mark, behind the
+        kernels that make `sent` and those that read `received`. what, step: for messages."""
         ranks = self._ranks
-        after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+        following, preceding = ((ranks.rank + n) % ranks.size for n in (1, -1))
         failures = ranks.failures(
-            f"exchange {what} with ranks {before} and {after} in step {step} of {ranks.size}"
+            f"exchange {what} with ranks {preceding} and {following} in step {step} of {ranks.size}"
         )
         moves = [
             dist.P2POp(move, x, dist.get_global_rank(ranks.group, peer), ranks.group)
-            for move, tensors, peer in ((dist.isend, sent, after), (dist.irecv, received, before))
+            for move, tensors, peer in (
+                (dist.isend, sent, following),
+                (dist.irecv, received, preceding),
+            )
             for x in tensors
             if x.numel()
         ]
@@ -281,7 +296,8 @@ class Ring:
         with failures:
             if self._stream is None:
                 return Transfer(failures, self._device, dist.batch_isend_irecv(moves), None)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            if after is not None:
+                self._stream.wait_event(after)
             times = None if self._timed is None else TransferTimes.new()
             with torch.cuda.stream(self._stream):
                 if times is not None:

@@ -17,6 +17,7 @@ from flash_attention.distributed._group import (
     Group,
     Ranks,
     Ring,
+    Transfer,
     TransferTimes,
     transfers_to_time,
 )
@@ -32,6 +33,7 @@ from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.runtime.tensors import check_types, element_of, posed_problem
 
 _AXES = ("batch", "shard", "heads", "d_head")
+_PAIRS = 3  # of tensors that receive keys and values
 
 
 def ring_attention(
@@ -304,20 +306,47 @@ def _forward(
     size = plan.ranks.size
     ring = Ring(plan.ranks, q.device, plan.timed)
     sums = _Sums(q, v, plan.dim)
-    held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
-    # the keys of step t are received into one pair while those of step t - 1 leave the other
-    pairs = [tuple(torch.empty_like(x) for x in held) for _ in range(min(2, size - 1))]
+    keys = _Keys(ring, k, v, size)
     for step, calls in enumerate(plan.calls):
-        transfer = None
-        if step + 1 < size:
-            arriving = pairs[step % 2]
-            transfer = ring.pass_on(held, arriving, "keys and values", step)
+        keys.start(step)
         for call in calls:
-            sums.add(call, *call.forward(q, held, plan.options))
-        if transfer is not None:
-            transfer.wait()
-            held = arriving
+            sums.add(call, *call.forward(q, keys.held, plan.options))
+        keys.finish()
     return sums.o.to(q.dtype), sums.lse
+
+
+class _Keys:
+    """The keys and values of a rank, and those on their way.
+
+    The keys of step t + 1 arrive in one of three pairs of tensors, of which the kernels of step
+    t - 2 were the last to read. So a transfer is ready before the kernels of step t - 1 end, and
+    need not win a race against those of step t: NCCL's kernels take SMs, and a kernel of attention
+    that begins first takes all.
+    """
+
+    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor, size: int) -> None:
+        self.held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
+        self._ring, self._size = ring, size
+        count = min(_PAIRS, size - 1)
+        self._pairs = [tuple(torch.empty_like(x) for x in self.held) for _ in range(count)]
+        self._arriving: tuple[Transfer, tuple[torch.Tensor, ...]] | None = None
+        self._marks = [ring.mark()]  # before step 0, and behind the kernels of each step
+
+    def start(self, step: int) -> None:
+        """Start to send the keys of a step, and to receive those of the next one, if there is
+        one."""
+        if step + 1 < self._size:
+            pair, mark = self._pairs[step % _PAIRS], self._marks[max(0, step - 1)]
+            transfer = self._ring.pass_on(self.held, pair, mark, "keys and values", step)
+            self._arriving = transfer, pair
+
+    def finish(self) -> None:
+        """Hold the keys of the next step, when the kernels of this one have been launched."""
+        self._marks.append(self._ring.mark())
+        if self._arriving is not None:
+            transfer, self.held = self._arriving
+            transfer.wait()
+            self._arriving = None
 
 
 class _Sums:
@@ -361,29 +390,25 @@ def _backward(
     ring = Ring(plan.ranks, q.device, plan.timed)
     given = do, q, o, lse
     dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-    held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
-    pairs = [tuple(torch.empty_like(x) for x in held) for _ in range(min(2, size - 1))]
-    sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in held)
+    keys = _Keys(ring, k, v, size)
+    sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in keys.held)
     spare = tuple(torch.empty_like(x) for x in sums) if size > 1 else sums
+    name = "gradients of keys and values"
     for step, calls in enumerate(plan.calls):
-        of_keys = of_sums = None
+        keys.start(step)
+        of_sums = None
         if step > 0:
-            of_sums = ring.pass_on(sums, spare, "gradients of keys and values", step)
+            of_sums = ring.pass_on(sums, spare, ring.mark(), name, step)
             sums, spare = spare, sums
-        if step + 1 < size:
-            arriving = pairs[step % 2]
-            of_keys = ring.pass_on(held, arriving, "keys and values", step)
-        found = [(call, call.backward(given, held, options)) for call in calls]
+        found = [(call, call.backward(given, keys.held, options)) for call in calls]
         if of_sums is not None:
             of_sums.wait()
         for call, (of_q, of_k, of_v) in found:
             call.rows.add(dq, dim, of_q)
             for sum_, part in zip(sums, (of_k, of_v), strict=True):
                 call.keys.add(sum_, dim, part)
-        if of_keys is not None:
-            of_keys.wait()
-            held = arriving
+        keys.finish()
     if size > 1:
-        ring.pass_on(sums, spare, "gradients of keys and values", size).wait()
+        ring.pass_on(sums, spare, ring.mark(), name, size).wait()
         sums = spare
     return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)
