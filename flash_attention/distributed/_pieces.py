@@ -76,6 +76,8 @@ def pieces_of(
         low = None if left is None else -((left - ahead) // size)
         return [band(len_q, len_k, low, None if right is None else (ahead + right) // size)]
     if placement == "contiguous":
+        if window == (None, 0) and source != rank:  # without a bound that depends on the lengths
+            return [Piece((0, len_q), (0, len_k)) if source < rank else Piece((0, 0), (0, 0))]
         return [_distant(len_q, (rank - source) * len_k, window)]
     half = len_q // 2
     if window == (None, 0):  # two halves that see all or nothing make one call

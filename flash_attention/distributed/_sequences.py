@@ -149,9 +149,10 @@ def calls_of_sequences(
             continue
         rows, longest_q, begins_q = _packed([piece.rows for piece in of_place], lengths, device)
         keys, longest_k, begins_k = _packed([piece.keys for piece in of_place], lengths, device)
-        mask = next(piece for piece in of_place if not piece.is_empty)
+        masks = {(piece.left, piece.right) for piece in of_place if not piece.is_empty}
+        ((left, right),) = masks  # one for all sequences
         own = Lengths(begins_q, begins_k, longest_q, longest_k)
-        found.append(Call(rows, keys, mask.left, mask.right, own))
+        found.append(Call(rows, keys, left, right, own))
     return found
 
 

@@ -71,6 +71,20 @@ def test_a_later_stripe_is_causal_without_the_first_row_and_the_last_key() -> No
     assert pieces == [Piece((1, 5), (0, 4), None, 0)]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sequences_of_all_lengths_have_one_mask(size) -> None:
+    causal = [(placement, (None, 0)) for placement in PLACEMENTS]
+    for placement, window in [*causal, *(("striped", window) for window in WINDOWS)]:
+        for rank, source in product(range(size), range(size)):
+            of_lengths = [
+                pieces_of(placement, size, rank, source, (length, length), window)
+                for length in (0, 2, 4, 10, 200)
+            ]
+            for pieces in zip(*of_lengths, strict=True):
+                masks = {(p.left, p.right) for p in pieces if not p.is_empty}
+                assert len(masks) <= 1, (placement, window, rank, source)
+
+
 def test_shards_behind_the_mask_are_empty() -> None:
     (piece,) = pieces_of("contiguous", 3, 0, 2, (4, 4), (None, 0))
     assert piece.is_empty

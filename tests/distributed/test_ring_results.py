@@ -109,6 +109,10 @@ RINGS = {
     ),
     "a window in zigzag": (2, {"window_size": WINDOW}),
     "a window in stripes": (3, {"placement": "striped", "window_size": WINDOW}),
+    "sequences in contiguous shards": (
+        2,
+        {"placement": "contiguous", "causal": True, "cu_seqlens": BEGINS},
+    ),
     "sequences in zigzag": (2, {"causal": True, "cu_seqlens": BEGINS}),
     "sequences in stripes with a window": (
         3,
