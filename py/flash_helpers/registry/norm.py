@@ -262,7 +262,7 @@ LAYER_NORM = Family(
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=2_500_000,
+    simulated_budget=1_500_000,
     matrix_budget=1_000_000,
 )
 
@@ -289,6 +289,6 @@ RMS_NORM = Family(
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=1_500_000,
-    matrix_budget=1_000_000,
+    simulated_budget=600_000,
+    matrix_budget=200_000,
 )
