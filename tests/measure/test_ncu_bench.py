@@ -14,6 +14,7 @@ from fake_backend import fake_backend, load_tool
 from fake_ncu import FakeNcu
 
 from flash_helpers.kernel_configs import (
+    OPERATIONS,
     AttentionForward,
     Config,
     Element,
@@ -40,6 +41,8 @@ V1, V2, V16 = (
     for c in get_kernel_progression_configs()
     if c.step.id in ("v1", "v2", "v16") and c.dtype == Element.BF16
 )
+ATTENTION, *OTHERS = OPERATIONS
+OF_WIDTH = ", ".join(name for name in OTHERS if OPERATIONS[name].swept == "width")
 SHAPE = AttentionForward(batch=2, heads=16, len_q=512)
 CAUSAL = config_from_short_form("h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal")
 DURATION = "gpu__time_duration.sum"
@@ -262,7 +265,7 @@ def test_wrong_usage_exits_with_2(tool, capsys, options: list[str], message: str
         ("--seq", "--seq 0 is not positive"),
         ("--batch", "batch 0 is not positive"),
         ("--heads", "heads 0 is not positive"),
-        ("--width", "--width is an option of rows, and the kernels compute attention_forward"),
+        ("--width", f"--width is an option of {OF_WIDTH}, and the kernels compute {ATTENTION}"),
     ],
 )
 def test_a_size_that_is_not_positive_or_of_another_operation_is_wrong_usage(
