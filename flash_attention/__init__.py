@@ -4,6 +4,7 @@
     o = flash_attention.attention(q, k, v)  # by the best kernel for these tensors
     o = flash_attention.forward("v16_bf16_...", q, k, v)  # by the named kernel
     o = flash_attention.flash_attn.flash_attn_func(q, k, v)  # with FlashAttention-2's arguments
+    C = flash_attention.ops.diagonal_matmul(a, B)  # functions on matrices
     y = flash_attention.run("s3_bf16_w8_c4", x)["y"]  # another operation: softmax along rows
     model = flash_attention.multimodal.MultimodalTransformer()  # blocks of a sequence and a context
 
@@ -22,7 +23,7 @@ if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     # On the way to __main__, which needs none of these imports and imports torch later.
     import flash_helpers.console.quiet_start  # noqa: F401
 else:
-    from flash_attention import flash_attn, flash_attn_3, flashinfer
+    from flash_attention import flash_attn, flash_attn_3, flashinfer, ops
     from flash_attention._decode import decode
     from flash_attention._forward import (
         attention,
@@ -50,6 +51,7 @@ __all__ = [
     "forward_timed",
     "kernels",
     "multimodal",
+    "ops",
     "prepare",
     "resources",
     "run",

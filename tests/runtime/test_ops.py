@@ -1,0 +1,191 @@
+"""Functions on matrices: what they and their gradients compute, what torch.compile sees, what they
+refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flash_attention import ops
+from flash_helpers.check.errors import measure_error
+from flash_helpers.operations.diagonal.inputs import draw as draw_diagonal
+from flash_helpers.operations.diagonal.problem import Diagonal
+from flash_helpers.operations.diagonal.reference import diagonal_reference
+from flash_helpers.operations.linear_rowsum.inputs import draw as draw_linear
+from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
+from flash_helpers.operations.linear_rowsum.reference import linear_rowsum_reference
+from flash_helpers.registry.problem import Element
+
+ELEMENTS = (Element.FP16, Element.BF16, Element.FP32)
+each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda element: element.short)
+
+
+def drawn_diagonal(element: Element = Element.BF16) -> tuple[torch.Tensor, ...]:
+    return tuple(draw_diagonal("normal", Diagonal(5, 37, element)).values())
+
+
+def drawn_linear(element: Element = Element.BF16) -> tuple[torch.Tensor, ...]:
+    return tuple(draw_linear("normal", LinearRowsum(6, 37, 20, element, bias=True)).values())
+
+
+def linear_rowsum_by_pytorch(x, weight, bias=None):
+    return torch.nn.functional.linear(x, weight, bias).sum(-1)
+
+
+CASES = {
+    "diagonal_matmul": (ops.diagonal_matmul, lambda a, B: torch.diag(a) @ B, drawn_diagonal),
+    "linear_rowsum": (ops.linear_rowsum, linear_rowsum_by_pytorch, drawn_linear),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+def with_gradients(function, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The result and the gradients of all inputs, for an upstream gradient that is not uniform."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    found = function(*leaves)
+    upstream = torch.linspace(0.5, 2.0, found.numel()).reshape(found.shape).to(found.dtype)
+    return [found, *torch.autograd.grad(found, leaves, upstream)]
+
+
+# -- results and gradients -------------------------------------------------------------------------
+
+
+@each_element
+def test_results_are_within_the_bounds_of_their_operations(element: Element) -> None:
+    a, B = drawn_diagonal(element)
+    wanted = diagonal_reference(a, B)
+    assert measure_error(ops.diagonal_matmul(a, B), wanted.expected["c"]).within(wanted.bounds["c"])
+    for inputs in (drawn_linear(element), drawn_linear(element)[:2]):
+        wanted = linear_rowsum_reference(dict(zip(("x", "weight", "bias"), inputs, strict=False)))
+        error = measure_error(ops.linear_rowsum(*inputs), wanted.expected["y"])
+        assert error.within(wanted.bounds["y"])
+
+
+@each_element
+@each_case
+def test_gradients_are_as_near_to_float64_as_those_of_pytorch(name: str, element: Element) -> None:
+    function, by_pytorch, draw = CASES[name]
+    given = draw(element)
+    right = with_gradients(by_pytorch, tuple(x.double() for x in given))
+    plain = with_gradients(by_pytorch, given)
+    eps = torch.finfo(given[0].dtype).eps
+    for own, other, exact in zip(with_gradients(function, given), plain, right, strict=True):
+        assert own.dtype == other.dtype and own.shape == other.shape
+        allowed = 2 * (other.double() - exact).abs().max() + eps * exact.abs().max()
+        assert (own.double() - exact).abs().max() <= allowed
+
+
+@each_case
+def test_only_gradients_that_are_asked_for_are_computed(name: str) -> None:
+    function, _, draw = CASES[name]
+    for number, x in enumerate(given := draw(Element.FP32)):
+        alone = [y.requires_grad_() if y is x else y.detach() for y in given]
+        function(*alone).sum().backward()
+        assert [y.grad is not None for y in alone] == [n == number for n in range(len(given))]
+
+
+@each_case
+def test_gradients_can_be_differentiated_again(name: str) -> None:
+    function, by_pytorch, draw = CASES[name]
+
+    def second(function) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in draw(Element.FP32)]
+        first = torch.autograd.grad(function(*leaves).pow(2).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.pow(2).sum() for x in first), leaves)
+
+    for own, other in zip(second(function), second(by_pytorch), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-3 * other.abs().max().item())
+
+
+# -- shapes and layouts ----------------------------------------------------------------------------
+
+
+def test_x_may_have_any_number_of_dimensions() -> None:
+    x, weight, bias = drawn_linear(Element.FP32)
+    y = ops.linear_rowsum(x, weight, bias)
+    assert ops.linear_rowsum(x.reshape(2, 3, 37), weight, bias).equal(y.reshape(2, 3))
+    assert ops.linear_rowsum(x[4], weight, bias).shape == ()
+    torch.testing.assert_close(ops.linear_rowsum(x[4], weight, bias), y[4])
+
+
+def test_matrices_of_any_strides_are_taken() -> None:
+    a, B = drawn_diagonal()
+    expected = a[:, None] * B
+    for laid in (B.T.contiguous().T, B.repeat_interleave(2, 1)[:, ::2], B.repeat(1, 2)[:, :37]):
+        assert ops.diagonal_matmul(a, laid).equal(expected)
+    x, weight, bias = drawn_linear()
+    y = ops.linear_rowsum(x, weight, bias)
+    assert ops.linear_rowsum(x.T.contiguous().T, weight.T.contiguous().T, bias).equal(y)
+
+
+def test_empty_tensors_give_what_pytorch_gives() -> None:
+    for rows, width in ((0, 3), (3, 0)):
+        a, B = torch.ones(rows), torch.ones(rows, width)
+        assert ops.diagonal_matmul(a, B).equal(torch.diag(a) @ B)
+    for leading, features, outs in (((0,), 3, 2), ((2, 0), 3, 2), ((2,), 0, 3), ((2,), 3, 0)):
+        given = torch.ones(*leading, features), torch.ones(outs, features), torch.ones(outs)
+        assert ops.linear_rowsum(*given).equal(linear_rowsum_by_pytorch(*given))
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+@each_case
+def test_it_is_an_operator_as_pytorch_wants_it(name: str) -> None:
+    given = tuple(x.requires_grad_() for x in CASES[name][2](Element.FP32))
+    operator = getattr(torch.ops.flash_attention, name).default
+    torch.library.opcheck(operator, given)
+    if name == "linear_rowsum":
+        torch.library.opcheck(operator, (*given[:2], None))
+
+
+@pytest.mark.slow
+@each_case
+def test_torch_compile_sees_one_operator_with_its_gradients(name: str) -> None:
+    function, _, draw = CASES[name]
+    given = draw(Element.FP32)
+    compiled = torch.compile(lambda *x: function(*x) * 2, fullgraph=True, backend="aot_eager")
+    eager = with_gradients(lambda *x: function(*x) * 2, given)
+    for own, other in zip(with_gradients(compiled, given), eager, strict=True):
+        assert own.equal(other)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "error", "text"),
+    [
+        (ops.diagonal_matmul, (torch.ones(2), [[1.0]]), TypeError, "B is a list"),
+        (ops.diagonal_matmul, (torch.ones(2), torch.ones(3, 2)), ValueError, "one element for"),
+        (ops.diagonal_matmul, (torch.ones(2), torch.ones(2, 2).half()), TypeError, "float16"),
+        (ops.diagonal_matmul, (torch.ones(2).double(), torch.ones(2, 2)), TypeError, "float64"),
+        (ops.diagonal_matmul, (torch.ones(2), torch.ones(2)), ValueError, "dimensions"),
+        (ops.linear_rowsum, (torch.ones(2, 3), torch.ones(2, 4)), ValueError, "in_features must"),
+        (ops.linear_rowsum, (torch.tensor(1.0), torch.ones(2, 4)), ValueError, "no dimensions"),
+        (ops.linear_rowsum, (torch.ones(2, 3).int(), torch.ones(2, 3).int()), TypeError, "int32"),
+        (
+            ops.linear_rowsum,
+            (torch.ones(2, 3), torch.ones(2, 3), torch.ones(3)),
+            ValueError,
+            "one element for each row of weight",
+        ),
+    ],
+)
+def test_what_they_do_not_take_is_refused(function, given, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        function(*given)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    a, B = drawn_diagonal(Element.FP32)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(ops.diagonal_matmul, (a, B), (torch.ones_like(a), torch.ones_like(B)))
+
+
+def test_a_nan_of_b_stays_in_its_row() -> None:
+    a, B = drawn_diagonal(Element.FP32)
+    B[2, 3] = math.nan
+    assert ops.diagonal_matmul(a, B).isnan().sum() == 1
