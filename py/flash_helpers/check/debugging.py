@@ -133,11 +133,12 @@ class ComparedOutputs:
 
 
 def rows_text(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return tensors as text: the name, and a line per row of the last dimension."""
+    """Return tensors as text: the name, and a line per row of the last dimension, which is the only
+    one of a vector."""
     lines = []
     for name, tensor in tensors.items():
         lines.append(name)
-        for number, row in enumerate(tensor.double().flatten(0, -2)):
+        for number, row in enumerate(tensor.double().reshape(-1, tensor.shape[-1])):
             lines.append(f"{number:6d}: " + " ".join(f"{value:10.5g}" for value in row.tolist()))
     return "\n".join(lines) + "\n"
 

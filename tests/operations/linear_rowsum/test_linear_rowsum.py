@@ -10,6 +10,7 @@ import torch
 from tiers import committed, each
 
 import flash_attention
+from flash_helpers.check.debugging import rows_text
 from flash_helpers.check.errors import measure_error
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import Element
@@ -166,6 +167,13 @@ def test_a_nan_of_x_stays_in_its_row_and_one_of_w_does_not(bf16: LinearRowsumKer
     inputs["weight"][69, 39] = math.nan
     y = flash_attention.run(bf16, inputs["x"], inputs["weight"], inputs["bias"])["y"]
     assert y.isnan().all()
+
+
+def test_the_debugger_shows_a_vector_as_one_row() -> None:
+    assert rows_text({"y": torch.tensor([1.0, 2.0])}).splitlines() == [
+        "y",
+        "     0:          1          2",
+    ]
 
 
 # -- launches --------------------------------------------------------------------------------------
