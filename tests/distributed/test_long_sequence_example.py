@@ -22,6 +22,7 @@ def example() -> ModuleType:
         return importlib.import_module("long_sequence")
 
 
+@pytest.mark.matrix("overlap")  # three processes import PyTorch
 def test_two_processes_take_the_step_of_one() -> None:
     command = [sys.executable, "examples/long_sequence.py", "--seq", "16"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -162,6 +162,7 @@ def test_wrong_results_fail(monkeypatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix("overlap")  # attention() takes it on the CPU; three processes import PyTorch
 def test_two_processes_measure_a_toy(tmp_path: Path) -> None:
     path = tmp_path / "toy.json"
     sizes = ["--tokens", "16", "--heads", "1", "--d-head", "64", "--rounds", "1"]
