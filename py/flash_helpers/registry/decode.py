@@ -456,7 +456,7 @@ DECODE_FAMILY = Family(
     header=PurePosixPath("kernels/decode/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=6_500_000,
-    matrix_budget=32_000_000,
+    simulated_budget=7_200_000,
+    matrix_budget=40_000_000,
     also_listed=listed_variants,
 )

@@ -350,7 +350,7 @@ DECODE_SYNC = Family(
     header=PurePosixPath("kernels/decode_sync/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=4_000_000,
-    matrix_budget=20_000_000,
+    simulated_budget=5_500_000,
+    matrix_budget=30_000_000,
     also_listed=listed_variants,
 )

@@ -76,7 +76,7 @@ def test_a_sequence_has_the_same_bits_alone(config, seed) -> None:
     "config", [pytest.param(c, marks=matrix_mark(c), id=c.short_form()) for c in CUT]
 )
 def test_a_sequence_has_the_same_bits_alone_in_many_caches(config) -> None:
-    for seed in range(200, 216):
+    for seed in range(200, 203):
         assert_alone_is_the_same(config, seed)
 
 
