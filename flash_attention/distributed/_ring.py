@@ -78,7 +78,8 @@ def ring_attention(
 
     Returns o, with the shape and dtype of q; with return_lse (o, lse). Autograd has the gradients
     of q, k and v; those of k and v travel with their keys, in fp32. The LSE has none. Sinks are not
-    taken: multiply o by torch.sigmoid(lse - sinks). Under torch.compile the call breaks the graph.
+    taken: without gradients, multiply o by torch.sigmoid(lse - sinks). Under torch.compile the call
+    breaks the graph.
 
     PyTorch's own context_parallel takes other attention by private tables alone (PyTorch 2.13,
     torch.distributed.tensor.experimental), so that this function is not registered there.

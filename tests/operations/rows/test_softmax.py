@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from dataclasses import replace
 
@@ -225,6 +226,17 @@ def test_rows_may_share_memory_in_x(bf16: SoftmaxKernelConfig) -> None:
     check(bf16, draw("normal", Rows(1, 100))["x"].expand(3, -1))
 
 
+@pytest.mark.parametrize("dtype", [Element.BF16, Element.FP32])
+@pytest.mark.parametrize("of_row", [8, 16, 64])
+def test_rows_share_a_block_and_the_last_block_may_have_too_few(
+    of_row: int, dtype: Element
+) -> None:
+    config = SoftmaxKernelConfig(4, dtype, 4, 1, of_row)
+    rows = 2 * config.block_rows + 1
+    for width in (1, 61, 64, config.pass_elements + 13):
+        check(config, padded(draw("outliers", Rows(rows, width, dtype))["x"], gap=3, first=1))
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -299,6 +311,9 @@ def test_a_gradient_is_refused(bf16: SoftmaxKernelConfig) -> None:
         ((3, Element.BF16, 8), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 32, 8), "choose chunks 4, or fewer warps"),
         ((3, Element.FP8, 8, 4), "family softmax has"),
+        ((4, Element.BF16, 4, 4), "row_threads 0 is not a power of two from 8 to the 128 threads"),
+        ((4, Element.BF16, 4, 4, 256), "row_threads 256 is not"),
+        ((4, Element.BF16, 4, 4, 24), "row_threads 24 is not .*: choose 32"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
@@ -306,8 +321,10 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
         SoftmaxKernelConfig(*fields)
 
 
-def test_a_sweep_tries_all_that_fits_into_registers() -> None:
+def test_a_sweep_tries_all_that_fits_into_registers_and_blocks() -> None:
     found = SOFTMAX.sweep()
-    assert {config.step.id for config in found} == {"s3"}
     assert all(config.chunks * 4 + 48 <= 65536 // config.n_threads for config in found)
-    assert len(found) == 3 * (6 * 5 - 2)  # 8 and 16 chunks do not fit beside 32 warps
+    assert all(config.threads_per_row <= config.n_threads for config in found)
+    n = collections.Counter(config.step.id for config in found)
+    # of s3 8 and 16 chunks do not fit beside 32 warps; of s4 4 warps have 128 threads at most
+    assert n == {"s3": 3 * (6 * 5 - 2), "s4": 3 * 5 * (5 + 7)}

@@ -6,7 +6,7 @@ from flash_helpers.check.faults import Fault, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.rows.problem import Rows
-from flash_helpers.ptx import MisalignedError, Phase, RaceError
+from flash_helpers.ptx import MisalignedError, OutOfBoundsError, Phase, RaceError
 
 PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
 BF16 = Element.BF16
@@ -24,12 +24,17 @@ FAULTS = {
         "s3", BF16, PROLOGUE, r"cvt\.rn\.bf16x2", swap(r"cvt\S+ (%r\d+), .*", r"mov.b32 \1, 0;"),
         quantity="y",
     ),
+    "s4: a row that does not exist is read": Fault(
+        "s4", BF16, PROLOGUE, r"selp\.b32\s.*, 0, ", swap(r"selp\.b32(.*), 0, %p\d+", r"mov.b32\1"),
+        nth(0), OutOfBoundsError, "__ldg(x_gmem",
+    ),
 }  # fmt: skip
 
 
 def problem_of(config: Config) -> Rows:
     """Return the problem on which faults of a config show. Its width is odd, so that the second row
-    begins between two multiples of 16 bytes, and it has fewer chunks than the block of s3 holds."""
+    begins between two multiples of 16 bytes, and it has fewer chunks than the block of s3 holds.
+    Its two rows are fewer than those of a block of s4."""
     return Rows(2, 1001, config.dtype)
 
 

@@ -39,7 +39,8 @@ from flash_helpers.operations.rows.problem import Rows
 
 _U = 2.0**-24  # unit roundoff of fp32
 _SMALLEST = 2.0**-126  # of fp32; smaller results are flushed to zero
-LEAST_THREADS = 32  # that share a row
+LEAST_THREADS = 32  # that share a row, or as many as leave a thread MOST_OF_FEW elements
+MOST_OF_FEW = 128
 LEAST_CHUNK = 4  # elements that a thread adds between two changes of its maximum
 
 
@@ -59,9 +60,10 @@ def _bound(max_abs: torch.Tensor, allowed: torch.Tensor, expected: torch.Tensor)
 def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
     """Return the largest error of an fp32 output allowed, a worst case to first order in u = 2^-24.
 
-    It is for a kernel that computes e^(x - m) as ex2.approx((x - m) log2(e)) in float32, adds on at
-    least 32 threads, and multiplies by the reciprocal of the sum l. The error of an element y_j is
-    a multiple of y_j itself. With t_j = m - x_j, in units of u:
+    It is for a kernel that computes e^(x - m) as ex2.approx((x - m) log2(e)) in float32, adds at
+    most n = max(width / 32, min(width, 128)) elements on a thread, and multiplies by the reciprocal
+    of the sum l. The error of an element y_j is a multiple of y_j itself. With t_j = m - x_j, in
+    units of u:
 
         2.25 t_j         exponent of y_j: the difference, the product (u each), and log2(e) rounded
                          to fp32 (0.22 u): relative to t_j, so that a common offset of x cancels
@@ -69,8 +71,8 @@ def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
         2.25 ln width    the same exponents in l, weighted by e^-t: the mean of t is the entropy
                          of y less ln l, at most ln width
         5                ex2.approx in l, which is a mean of such errors
-        width / 32 + 10  additions: a thread's own, then two trees over 32 lanes and 32 warps
-        6 (width / 128 + 11)  rescales of l, ex2.approx and a product: for each chunk of 4 elements
+        n + 10           additions: a thread's own, then two trees over 32 lanes and 32 warps
+        6 (n / 4 + 11)   rescales of l, ex2.approx and a product: for each chunk of 4 elements
                          of a thread and for each level of the trees. The exponents of the rescales
                          that an element sees add up to t_j and are counted above.
         2                rcp.approx: 1 ulp [1]
@@ -86,8 +88,9 @@ def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
     """
     width = x.shape[-1]
     t = (x.double().amax(-1, keepdim=True) - x.double()).nan_to_num_(posinf=0.0)
-    additions = width / LEAST_THREADS + 10
-    rescales = width / (LEAST_THREADS * LEAST_CHUNK) + 11
+    of_thread = max(width / LEAST_THREADS, min(width, MOST_OF_FEW))
+    additions = of_thread + 10
+    rescales = of_thread / LEAST_CHUNK + 11
     constant = 5 + 2.25 * math.log(width) + 5 + additions + 6 * rescales + 2 + 1
     allowed = _U * expected * (2.25 * t + constant) + _SMALLEST
     return _bound(allowed.amax(-1), allowed, expected)

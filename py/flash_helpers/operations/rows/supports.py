@@ -16,12 +16,14 @@ from flash_helpers.registry.problem import Element, Tensor
 class RowsSupports:
     """Problems of rows.
 
-    `dtype`: element type of x and y. `max_width`: elements of a row. `held`: elements of a row that
-    a block takes in one pass of its loops; the corners lie around it.
+    `dtype`: element type of x and y. `max_width`: elements of a row; `wider`: the way out for a
+    wider one. `held`: elements of a row that its threads take in one pass of their loops; the
+    corners lie around it.
     """
 
     dtype: Element
     max_width: int
+    wider: str
     held: int
     max_rows: int = gpu.MAX_GRID[0]
 
@@ -67,8 +69,8 @@ class RowsSupports:
             return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
         if problem.width > self.max_width:
             return (
-                f"width {problem.width} is over the limit {self.max_width} of {kernel}: use "
-                "torch.softmax, or combine the softmax of parts of a row by their maximum and sum"
+                f"width {problem.width} is over the limit {self.max_width} of {kernel}: "
+                f"{self.wider}"
             )
         if problem.rows > self.max_rows:
             return (
