@@ -85,7 +85,9 @@ class DiagonalKernelConfig(Config):
     def call(self, problem: Diagonal, strides: Strides, device: Device) -> Call:
         """Return one launch with enough blocks for all pieces of all rows."""
         values: dict[str, tuple[float, ...]] = {
-            **{f"{name}_stride": strides[name][:1] for name in "abc"},
+            # 1 instead of 0 for an a of one element, as exports have it
+            "a_stride": (max(strides["a"][0], 2 - problem.rows),),
+            **{f"{name}_stride": strides[name][:1] for name in "bc"},
             "rows": (problem.rows,),
             "width": (problem.width,),
             "pieces": (-(-problem.width // self.supports.piece),),

@@ -181,8 +181,14 @@ class LinearRowsumKernelConfig(Config):
     def call(self, problem: LinearRowsum, strides: Strides, device: Device) -> Call:
         """Return the launches: a product and its sums, or sums of W and a product with these."""
         given = [name for name in _GIVEN if name != "bias" or problem.bias]
+        sizes = {"bias": problem.out_features, "y": problem.rows}
         values: dict[str, tuple[float, ...]] = {
-            **{f"{name}_stride": strides[name][:1] for name in given},
+            **{f"{name}_stride": strides[name][:1] for name in ("x", "weight")},
+            **{
+                # 1 instead of 0 for a vector of one element, as exports have it
+                f"{name}_stride": (max(strides[name][0], 2 - sizes[name]),)
+                for name in given[2:]
+            },
             "rows": (problem.rows,),
             "in_features": (problem.in_features,),
             "out_features": (problem.out_features,),
