@@ -66,6 +66,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "compilers": "compilers_h100",
         "training": "training_h200",
         "autograd": "autograd_h200",
+        "ring": "bytes",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")
