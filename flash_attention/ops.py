@@ -1,9 +1,14 @@
-"""Functions on matrices that are bound by memory, with gradients: what PyTorch computes in several
-passes or with a matrix product that is not needed.
+"""Functions on matrices that are bound by memory, with gradients: norms and softmax along rows, and
+what PyTorch computes with a matrix product that is not needed.
 
     from flash_attention import ops
-    C = ops.diagonal_matmul(a, B)             # torch.diag(a) @ B
-    y = ops.linear_rowsum(x, weight, bias)    # F.linear(x, weight, bias).sum(-1)
+    y = ops.layer_norm(x, (width,), weight, bias)    # F.layer_norm
+    y = ops.rms_norm(x, (width,), weight)            # F.rms_norm
+    y = ops.softmax(x, dim=-1)                       # torch.softmax
+    C = ops.diagonal_matmul(a, B)                    # torch.diag(a) @ B
+    y = ops.linear_rowsum(x, weight, bias)           # F.linear(x, weight, bias).sum(-1)
+
+`LayerNorm` and `RMSNorm` are torch.nn's modules with these functions.
 
 They are custom operators: they run under torch.compile and in CUDA graphs, on CUDA tensors from
 compute capability 8.0 on, and on CPU tensors in the simulator.
@@ -21,6 +26,8 @@ from flash_attention._operators import below_autograd, compile_while_tracing, de
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
+from flash_helpers.operations.norm.problem import Norm
+from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.registry.problem import Problem
 from flash_helpers.runtime.call import compute
 from flash_helpers.runtime.tensors import (
@@ -33,7 +40,15 @@ from flash_helpers.runtime.tensors import (
 )
 from flash_helpers.tune.best import choose_config
 
-__all__ = ["diagonal_matmul", "linear_rowsum"]
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "diagonal_matmul",
+    "layer_norm",
+    "linear_rowsum",
+    "rms_norm",
+    "softmax",
+]
 
 _ELEMENTS = (Element.FP16, Element.BF16, Element.FP32)
 _ASKED = (None, ())  # no config and no options
@@ -210,3 +225,253 @@ def linear_rowsum(
         raise ValueError("x has no dimensions and needs in_features: pass (..., in_features)")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return _linear_rowsum(_rows(rows), _rows(weight), bias).reshape(x.shape[:-1])
+
+
+# -- softmax ---------------------------------------------------------------------------------------
+
+
+class _Softmax(torch.autograd.Function):
+    """A node of the autograd graph that computes y, and keeps it for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = function()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        products = y.float() * dy.float()
+        return None, (products - y.float() * products.sum(-1, keepdim=True)).to(y.dtype)
+
+
+_softmax = _define(
+    "softmax(Tensor x) -> Tensor",
+    Rows,
+    lambda tensors: tensors["x"].new_empty(tensors["x"].shape),
+    lambda keys, x: _Softmax.apply(below_autograd("softmax", keys, (x,)), x),
+)
+
+
+def softmax(
+    input: torch.Tensor,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Compute torch.softmax(input, dim, dtype).
+
+    input: of any shape, fp16, bf16 or fp32, with up to 131072 elements along `dim`. Where these are
+        not next to each other, or the others have no common stride, it is copied.
+    dtype: the input is converted to it first.
+
+    Returns y with the shape of input. Elements along `dim` with a NaN or +inf among them, or -inf
+    only, give NaN throughout, as in PyTorch.
+
+    The gradient is computed by PyTorch's operators in fp32, and rounded once. It can be
+    differentiated again.
+
+    Raises TypeError for another dtype; ValueError for more elements; IndexError for a `dim` that
+    input does not have; RuntimeError for a device that runs no kernel.
+    """
+    check_types({"input": input})
+    x = input if dtype is None else input.to(dtype)
+    if x.numel() == 0 or x.ndim == 0:
+        return torch.softmax(x, dim)
+    moved = x.movedim(dim, -1)
+    rows = moved.reshape(-1, moved.shape[-1])
+    return _softmax(_rows(rows)).reshape(moved.shape).movedim(-1, dim)
+
+
+# -- layer norm and RMS norm -----------------------------------------------------------------------
+
+
+class _Norm(torch.autograd.Function):
+    """A node of the autograd graph that computes y, and keeps what the gradients need: x, weight,
+    and the mean, which RMS norm does not have, and the reciprocal deviation of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Callable[[], tuple[torch.Tensor, ...]],
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        is_rms: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        y, *statistics = function()
+        ctx.save_for_backward(x, weight, *statistics)
+        ctx.mark_non_differentiable(*statistics)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.is_rms = eps, is_rms
+        return y, *statistics
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 6
+        x, weight, *statistics = ctx.saved_tensors
+        _, of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        x, gradient = x.float(), dy.float()
+        mean = 0.0 if ctx.is_rms else statistics[0][:, None]
+        rstd = statistics[-1][:, None]
+        if torch.is_grad_enabled():  # these are to be differentiated, too
+            mean = 0.0 if ctx.is_rms else x.mean(-1, keepdim=True)
+            rstd = ((x - mean).square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        normed = (x - mean) * rstd
+        dx = dweight = dbias = None
+        if of_x:
+            scaled = gradient if weight is None else gradient * weight.float()
+            dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+            if not ctx.is_rms:
+                dx = dx - scaled.mean(-1, keepdim=True)
+            dx = (dx * rstd).to(dy.dtype)
+        if of_weight:
+            dweight = (gradient * normed).sum(0).to(dy.dtype)
+        if of_bias:
+            dbias = gradient.sum(0).to(dy.dtype)
+        return None, dx, dweight, dbias, None, None
+
+
+def _define_norm(schema: str, *, is_rms: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Define the operator of a norm, which returns y and the statistics of the rows."""
+    name = schema.partition("(")[0]
+    statistics = ("rstd",) if is_rms else ("mean", "rstd")
+
+    def given(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        return named((("x", x), ("weight", weight), ("bias", bias)))
+
+    def outputs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = (x.new_empty(x.shape[:1], dtype=torch.float32) for _ in statistics)
+        return x.new_empty(x.shape), *rows
+
+    def asked(eps: float) -> tuple[None, tuple[tuple[str, Any], ...]]:
+        return None, (("rms", is_rms), ("eps", eps))
+
+    def choose(asked: Any, tensors: Mapping[str, Laid]) -> Config:
+        element = element_of("x", tensors["x"], _ELEMENTS)
+        return choose_config(
+            posed_problem(Norm, element, tensors, **dict(asked[1])), tensors["x"].device
+        )
+
+    def function(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        tensors = given(x, weight, bias)
+        tensors |= dict(zip(("y", *statistics), outputs(x), strict=True))
+        found = compute(Norm, asked(eps), (*tensors,), (*tensors.values(),), choose)
+        return (*found[-1 - len(statistics) :],)
+
+    def fake(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        tensors = given(x, weight, bias)
+        if constant_call(Norm, None, tensors, rms=is_rms, eps=eps) is None:
+            compile_while_tracing(choose(asked(eps), tensors), x.device)
+        return outputs(x)
+
+    def gradient(keys: torch._C.DispatchKeySet, *args: Any) -> tuple[torch.Tensor, ...]:
+        return _Norm.apply(below_autograd(name, keys, args), *args, is_rms)
+
+    return define(schema, function, fake, gradient)
+
+
+_layer_norm = _define_norm(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    is_rms=False,
+)
+_rms_norm = _define_norm(
+    "rms_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", is_rms=True
+)
+
+
+def _normed(
+    operator: Callable[..., tuple[torch.Tensor, ...]],
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Return the norm of x over its last dimensions, which have this shape."""
+    check_types(named((("input", x), ("weight", weight), ("bias", bias))))
+    shape = tuple(shape)
+    if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape or len(shape) > x.ndim:
+        raise ValueError(
+            f"normalized_shape is {shape} and input has shape {tuple(x.shape)}: pass the sizes of "
+            "the last dimensions of input, one or more"
+        )
+    for name, vector in named((("weight", weight), ("bias", bias))).items():
+        if tuple(vector.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(vector.shape)} and normalized_shape is {shape}: both "
+                "must be equal"
+            )
+    width = math.prod(shape)
+    rows = x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), width)
+    vectors = (None if vector is None else vector.reshape(width) for vector in (weight, bias))
+    y, *_ = operator(_rows(rows), *vectors, eps)
+    return y.reshape(x.shape)
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Compute torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps).
+
+    input: of any shape that ends in normalized_shape, fp16, bf16 or fp32. Rows may be any distance
+        apart, and begin at any element; where they have another stride than 1 along them, input is
+        copied.
+    normalized_shape: sizes of the last dimensions, 1 to 131072 elements together.
+    weight, bias: of normalized_shape, with the dtype and device of input.
+
+    Returns y with the shape of input. Mean and variance are fp32, and the variance is the mean of
+    the squared differences from the mean. y is rounded once.
+
+    Gradients are computed by PyTorch's operators in fp32, and rounded once; those of weight and
+    bias are sums over all rows. They can be differentiated again.
+
+    Raises TypeError for another dtype, or two; ValueError for shapes that do not fit together, too
+    many elements and tensors on two devices; RuntimeError for a device that runs no kernel.
+    """
+    return _normed(_layer_norm, input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Compute torch.nn.functional.rms_norm(input, normalized_shape, weight, eps).
+
+    eps: None is the machine epsilon of input's dtype, as in PyTorch. All else is as for
+    `layer_norm`; there is no mean and no bias.
+    """
+    if eps is None:
+        check_types({"input": input})
+        eps = torch.finfo(input.dtype).eps
+    return _normed(_rms_norm, input, normalized_shape, weight, None, eps)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, computed by `layer_norm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the layer norm of input."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch.nn.RMSNorm, computed by `rms_norm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the RMS norm of input."""
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps)

@@ -1,5 +1,5 @@
-"""Functions on matrices: what they and their gradients compute, what torch.compile sees, what they
-refuse."""
+"""Functions on rows and matrices: what they and their gradients compute, what torch.compile sees,
+what they refuse."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from flash_helpers.operations.diagonal.reference import diagonal_reference
 from flash_helpers.operations.linear_rowsum.inputs import draw as draw_linear
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 from flash_helpers.operations.linear_rowsum.reference import linear_rowsum_reference
+from flash_helpers.operations.norm.inputs import draw as draw_norm
+from flash_helpers.operations.norm.problem import Norm
+from flash_helpers.operations.norm.reference import reference as norm_reference
+from flash_helpers.operations.rows.problem import Rows
+from flash_helpers.operations.rows.reference import reference as rows_reference
 from flash_helpers.registry.problem import Element
 
 ELEMENTS = (Element.FP16, Element.BF16, Element.FP32)
@@ -34,10 +39,31 @@ def linear_rowsum_by_pytorch(x, weight, bias=None):
     return torch.nn.functional.linear(x, weight, bias).sum(-1)
 
 
+def drawn_norm(element: Element = Element.BF16) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        draw_norm("normal", Norm(6, 37, element, weight=True, bias=True))[name]
+        for name in ("x", "weight", "bias")
+    )
+
+
+F = torch.nn.functional
 CASES = {
     "diagonal_matmul": (ops.diagonal_matmul, lambda a, B: torch.diag(a) @ B, drawn_diagonal),
     "linear_rowsum": (ops.linear_rowsum, linear_rowsum_by_pytorch, drawn_linear),
+    "layer_norm": (
+        lambda x, weight, bias: ops.layer_norm(x, (37,), weight, bias),
+        lambda x, weight, bias: F.layer_norm(x, (37,), weight, bias),
+        drawn_norm,
+    ),
+    "rms_norm": (
+        lambda x, weight: ops.rms_norm(x, (37,), weight, 1e-5),
+        lambda x, weight: F.rms_norm(x, (37,), weight, 1e-5),
+        lambda element: drawn_norm(element)[:2],
+    ),
+    "softmax": (ops.softmax, lambda x: torch.softmax(x, -1), lambda e: (drawn_norm(e)[0][:2],)),
 }
+# what their operators take behind the tensors
+BEHIND = {"layer_norm": (1e-5,), "rms_norm": (None, 1e-5)}
 each_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -57,6 +83,16 @@ def test_results_are_within_the_bounds_of_their_operations(element: Element) -> 
     a, B = drawn_diagonal(element)
     wanted = diagonal_reference(a, B)
     assert measure_error(ops.diagonal_matmul(a, B), wanted.expected["c"]).within(wanted.bounds["c"])
+    x, weight, bias = drawn_norm(element)
+    for found, given in (
+        (ops.layer_norm(x, (37,), weight, bias), Norm(6, 37, element, weight=True, bias=True)),
+        (ops.layer_norm(x, (37,)), Norm(6, 37, element)),
+        (ops.rms_norm(x, (37,), weight, 0.1), Norm(6, 37, element, rms=True, weight=True, eps=0.1)),
+        (ops.softmax(x), Rows(6, 37, element)),
+    ):
+        reference = norm_reference if isinstance(given, Norm) else rows_reference
+        wanted = reference(given, {"x": x, "weight": weight, "bias": bias})
+        assert measure_error(found, wanted.expected["y"]).within(wanted.bounds["y"])
     for inputs in (drawn_linear(element), drawn_linear(element)[:2]):
         wanted = linear_rowsum_reference(dict(zip(("x", "weight", "bias"), inputs, strict=False)))
         error = measure_error(ops.linear_rowsum(*inputs), wanted.expected["y"])
@@ -110,6 +146,39 @@ def test_x_may_have_any_number_of_dimensions() -> None:
     torch.testing.assert_close(ops.linear_rowsum(x[4], weight, bias), y[4])
 
 
+def test_norms_and_softmax_are_over_the_dimensions_that_are_asked_for() -> None:
+    x, weight, bias = drawn_norm(Element.FP32)
+    y = ops.layer_norm(x, (37,), weight, bias)
+    assert ops.layer_norm(x.reshape(2, 3, 37), [37], weight, bias).equal(y.reshape(2, 3, 37))
+    over_two = x.reshape(2, 3, 37), weight.expand(3, 37)
+    torch.testing.assert_close(
+        ops.rms_norm(over_two[0], (3, 37), over_two[1]),
+        F.rms_norm(over_two[0], (3, 37), over_two[1]),
+    )
+    for dim in (0, 1, -2):
+        few = x.reshape(2, 3, 37)[..., :2]
+        torch.testing.assert_close(ops.softmax(few, dim), torch.softmax(few, dim))
+    assert ops.softmax(x, -1, torch.float16).dtype == torch.float16
+
+
+def test_without_an_eps_rms_norm_has_that_of_the_dtype() -> None:
+    x = 1e-3 * drawn_norm()[0]
+    assert ops.rms_norm(x, (37,)).equal(ops.rms_norm(x, (37,), None, 2.0**-7))
+    assert not ops.rms_norm(x, (37,)).equal(ops.rms_norm(x, (37,), None, 1e-6))
+
+
+def test_modules_have_the_weights_of_pytorchs_and_compute_the_same() -> None:
+    x = drawn_norm(Element.FP32)[0]
+    for own, other in ((ops.LayerNorm, torch.nn.LayerNorm), (ops.RMSNorm, torch.nn.RMSNorm)):
+        module, by_pytorch = own(37), other(37)
+        by_pytorch.load_state_dict({k: v + 0.5 for k, v in module.state_dict().items()})
+        module.load_state_dict(by_pytorch.state_dict())
+        for each in (module, by_pytorch):
+            each(x).pow(3).sum().backward()
+        torch.testing.assert_close(module(x), by_pytorch(x))
+        torch.testing.assert_close(module.weight.grad, by_pytorch.weight.grad)
+
+
 def test_matrices_of_any_strides_are_taken() -> None:
     a, B = drawn_diagonal()
     expected = a[:, None] * B
@@ -124,6 +193,11 @@ def test_empty_tensors_give_what_pytorch_gives() -> None:
     for rows, width in ((0, 3), (3, 0)):
         a, B = torch.ones(rows), torch.ones(rows, width)
         assert ops.diagonal_matmul(a, B).equal(torch.diag(a) @ B)
+    for shape in ((0, 3), (2, 0, 3)):
+        x, weight = torch.ones(shape), torch.ones(3)
+        assert ops.layer_norm(x, (3,), weight).equal(F.layer_norm(x, (3,), weight))
+        assert ops.rms_norm(x, (3,), weight).shape == shape
+        assert ops.softmax(x, 1).shape == shape
     for leading, features, outs in (((0,), 3, 2), ((2, 0), 3, 2), ((2,), 0, 3), ((2,), 3, 0)):
         given = torch.ones(*leading, features), torch.ones(outs, features), torch.ones(outs)
         assert ops.linear_rowsum(*given).equal(linear_rowsum_by_pytorch(*given))
@@ -136,7 +210,7 @@ def test_empty_tensors_give_what_pytorch_gives() -> None:
 def test_it_is_an_operator_as_pytorch_wants_it(name: str) -> None:
     given = tuple(x.requires_grad_() for x in CASES[name][2](Element.FP32))
     operator = getattr(torch.ops.flash_attention, name).default
-    torch.library.opcheck(operator, given)
+    torch.library.opcheck(operator, (*given, *BEHIND.get(name, ())))
     if name == "linear_rowsum":
         torch.library.opcheck(operator, (*given[:2], None))
 
@@ -165,6 +239,17 @@ def test_torch_compile_sees_one_operator_with_its_gradients(name: str) -> None:
         (ops.diagonal_matmul, (torch.ones(2), torch.ones(2)), ValueError, "dimensions"),
         (ops.linear_rowsum, (torch.ones(2, 3), torch.ones(2, 4)), ValueError, "in_features must"),
         (ops.linear_rowsum, (torch.tensor(1.0), torch.ones(2, 4)), ValueError, "no dimensions"),
+        (ops.layer_norm, (torch.ones(2, 3), (2,)), ValueError, "sizes of the last dimensions"),
+        (ops.layer_norm, (torch.ones(2, 3), ()), ValueError, "one or more"),
+        (ops.layer_norm, (torch.ones(3), (2, 3)), ValueError, "sizes of the last dimensions"),
+        (ops.layer_norm, (torch.ones(2, 3), (3,), torch.ones(2)), ValueError, "weight has shape"),
+        (ops.layer_norm, (torch.ones(2, 3), (3,), None, torch.ones(3).half()), TypeError, "bias"),
+        (ops.rms_norm, (torch.ones(2, 3).double(), (3,)), TypeError, "float64"),
+        (ops.rms_norm, ([1.0], (1,)), TypeError, "input is a list"),
+        (ops.rms_norm, (torch.ones(1).expand(131073), (131073,)), ValueError, "over the limit"),
+        (ops.softmax, (torch.ones(2, 3), 2), IndexError, "out of range"),
+        (ops.softmax, (torch.ones(2, 3).double(),), TypeError, "float64"),
+        (ops.softmax, (torch.ones(1, 1).expand(1, 131073),), ValueError, "over the limit"),
         (ops.linear_rowsum, (torch.ones(2, 3).int(), torch.ones(2, 3).int()), TypeError, "int32"),
         (
             ops.linear_rowsum,
