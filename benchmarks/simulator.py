@@ -27,7 +27,6 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.measure.simulator_benchmark import benchmark_main
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.families import problem_from_record
-from flash_helpers.runtime.library import ptx_path
 
 if TYPE_CHECKING:
     from flash_helpers.ptx import Run
@@ -73,18 +72,18 @@ def timed(run: Callable[[], Run]) -> dict[str, Any]:
 def measure(config: Config, asked: Problem) -> dict[str, Any]:
     """Time a step's kernel on a problem in the step's dtype."""
     from flash_helpers.check.tensors import tensors_for  # with torch, which --help leaves out
-    from flash_helpers.runtime.simulator import load_kernel, run_kernel
+    from flash_helpers.runtime.simulator import load_kernels, run_kernel
 
     problem = asked.in_dtype(config.dtype)
     inputs = config.family.operation.part("inputs").draw("normal", problem)
     tensors = tensors_for(config, problem, inputs)
-    kernel = load_kernel(config, ptx_path(config))
+    kernels = load_kernels(config)
     call = config.call(problem, problem.strides(), largest_device(config.family.capabilities[0]))
     return {
         "config": config.runs_as(problem.strides()).short_form(),
         "problem": problem.record(),
         "blocks": call.n_blocks,
-        **timed(lambda: run_kernel(config, kernel, tensors, **problem.call_options())),
+        **timed(lambda: run_kernel(config, kernels, tensors, **problem.call_options())),
     }
 
 

@@ -14,8 +14,9 @@ One kernel of backward_sync, at d_head 96, has equal machine code as well. With 
 variable lengths family backward has up to three branches and selects more or less: one compiler
 takes a branch where the other selects, and keeps a flag of a loop in a predicate. So do steps d2 to
 d4 of family decode. In d5 one compiler copies the loops over parts for each answer of a branch in
-them, and only what moves and multiplies tiles is compared. Machine code of families layer_norm and
-rms_norm is equal where a warp has a row, since there is no shared memory. In n3 one compiler loads
+them, and only what moves and multiplies tiles is compared; so in d8. Machine code of families
+layer_norm, rms_norm and softmax is equal where a warp has a row, and that of k3, since there is no
+shared memory. In n3 one compiler loads
 the addresses of weight and bias again.
 """
 
@@ -45,6 +46,9 @@ SAME_ALTHOUGH = {
     "p5_bf16_d96_Br64_Bc32",
     # rows of a warp: no shared memory
     *(f"{step}_{dtype}_w4_c16_t32" for step in ("n4", "r1") for dtype in ("fp16", "bf16", "fp32")),
+    *(f"s4_{dtype}_w4_c4_t32" for dtype in ("fp16", "bf16", "fp32")),
+    # no shared memory at all
+    *(f"k3_{dtype}_w8_c4" for dtype in ("fp16", "bf16", "fp32")),
 }
 """Configs of other families whose machine code is equal, too."""
 CHOOSES_OTHERWISE = {"backward": ("softcap", "varlen")}
@@ -53,7 +57,7 @@ STEPS_CHOOSE_OTHERWISE = {"d2", "d3", "d4"}
 """Steps of which all configs do so."""
 LOADS_ARGUMENTS = {"n3"}
 """Steps in which one compiler loads an argument again where the other keeps it."""
-COPIES_LOOPS = {"d5"}
+COPIES_LOOPS = {"d5", "d8"}
 """Steps whose loops over parts one compiler copies for each answer of a branch in them."""
 OF_TILES = re.compile(r"wgmma|cp\.async|mbarrier|stmatrix|bar\.|barrier|griddep")
 """Instructions that copy and multiply tiles, and wait for them."""

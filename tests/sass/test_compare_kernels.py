@@ -116,6 +116,23 @@ class TestSource:
             (tmp_path / name).write_text(damaged)
             assert name not in read_sources([kernel], tmp_path)
 
+    def test_is_shown_although_the_compiler_takes_lines_of_a_header_for_its_own(self, root) -> None:
+        """It does so where it inlines the header's function; the line may be empty here."""
+        kernel = library_kernel(9)
+        name = str(STEPS["v9"].source)
+        empty = (root / name).read_text().split("\n").index("") + 1
+        for order, is_shown in ((1, True), (-1, False)):
+            moved = edit_all(
+                kernel,
+                lambda i, order=order: replace(
+                    i,
+                    source=(replace(i.source[-1], line=empty), i.source[-1])[::order]
+                    if i.source and i.source[-1].file == name
+                    else i.source,
+                ),
+            )
+            assert (name in read_sources([moved], root)) == is_shown
+
 
 def page_data(text: str) -> dict[str, object]:
     """The JSON elements of a page, by their id."""

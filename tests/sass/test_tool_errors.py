@@ -77,7 +77,7 @@ ROWS = [
     (COMPARE, ["99"], "the steps are v1 to v"),
     (COMPARE, ["v7_bf16"], "is not a config's short form"),
     (COMPARE, ["6", "--config", "B_r=128"], "no such config of v6 is listed"),
-    (COMPARE, ["8", "--config", "rows=1"], "expected a field and its value"),
+    (COMPARE, ["8", "--config", "width=1"], "expected a field and its value"),
     (COMPARE, ["8", "--results", "nowhere.json"], "nowhere.json"),
     (COMPARE, ["nowhere/a.so#f", AFTER], "nowhere/a.so is not a file that is there"),
     (COMPARE, [f"{BEFORE}#none", AFTER], "holds no kernel 'none', only row_softmax"),

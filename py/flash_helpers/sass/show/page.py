@@ -4,6 +4,7 @@ and each kernel as a diff against the one before it. Without `files` it loads no
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -171,12 +172,16 @@ def read_sources(
     Files that are not below `root` are left out. `elsewhere`: take them, too, where the line table
     has their whole path and their name is that of a source file. Files are left out that have
     changed since a kernel was built, so that a line that the kernel names is gone, empty or a
-    comment.
+    comment. A line inlined into its own file does not tell: ptxas 13.0 names some lines of headers
+    as lines of the file that they are inlined into.
     """
     named: dict[str, set[int]] = defaultdict(set)
     for kernel in kernels:
-        for line in {line for i in kernel.instructions for line in i.source}:
-            named[line.file].add(line.line)
+        for chain in {i.source for i in kernel.instructions}:
+            for line, outer in itertools.zip_longest(chain, chain[1:]):
+                of_file = named[line.file]
+                if outer is None or outer.file != line.file:
+                    of_file.add(line.line)
     found = {}
     folder = root.resolve()
     for name, numbers in sorted(named.items()):
