@@ -183,10 +183,17 @@ class DecodeKernelConfig(Config):
             B_c=self.B_c,
             abilities=ALWAYS,
             pages=PAGED in self.step.traits,
+            max_heads=gpu.MAX_GRID[1] // self._grid_share,
             max_blocks=MAX_BLOCKS if SHARES in self.step.traits else None,
             max_pieces=self._max_pieces,
             keys_per_piece=FIXED_SIZE in self.step.traits,
         )
+
+    @property
+    def _grid_share(self) -> int:
+        """A call may have one of so many tiles that a grid has room for. Pieces of a fixed size may
+        be as many as a grid has room for, and exported calls count their bytes in 64 bits."""
+        return 4 if FIXED_SIZE in self.step.traits else 1
 
     @property
     def _max_pieces(self) -> int:
