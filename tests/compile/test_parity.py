@@ -15,8 +15,8 @@ variable lengths family backward has up to three branches and selects more or le
 takes a branch where the other selects, and keeps a flag of a loop in a predicate. So do steps d2 to
 d4 of family decode. In d5 one compiler copies the loops over parts for each answer of a branch in
 them, and only what moves and multiplies tiles is compared; so in d8. Machine code of families
-layer_norm, rms_norm and softmax is equal where a warp has a row, and that of k3, since there is no
-shared memory. In n3 one compiler loads
+layer_norm, rms_norm and softmax is equal where a warp has a row, and that of family diagonal, since
+there is no shared memory. In n3 one compiler loads
 the addresses of weight and bias again.
 """
 
@@ -37,7 +37,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.sass.read.elf import read_sections
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_MACHINE_CODE = {"ampere", "overlap"}
+SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal"}
 SAME_INSTRUCTIONS = {"hopper"}
 """Families whose PTX has the same instructions but for the form of an address."""
 INTEGER = re.compile(r"(?:add|sub|mul|mad|shl|shr|and|or|xor|cvt|cvta|mov)\b.*\.[usb](?:32|64)$")
@@ -47,8 +47,6 @@ SAME_ALTHOUGH = {
     # rows of a warp: no shared memory
     *(f"{step}_{dtype}_w4_c16_t32" for step in ("n4", "r1") for dtype in ("fp16", "bf16", "fp32")),
     *(f"s4_{dtype}_w4_c4_t32" for dtype in ("fp16", "bf16", "fp32")),
-    # no shared memory at all
-    *(f"k3_{dtype}_w8_c4" for dtype in ("fp16", "bf16", "fp32")),
 }
 """Configs of other families whose machine code is equal, too."""
 CHOOSES_OTHERWISE = {"backward": ("softcap", "varlen")}

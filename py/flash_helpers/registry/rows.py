@@ -208,5 +208,5 @@ SOFTMAX = Family(
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
     simulated_budget=2_500_000,
-    matrix_budget=400_000,
+    matrix_budget=950_000,
 )
