@@ -9,7 +9,7 @@
 //   3. A row may have fewer threads than head and tail have elements: each takes up to two.
 //
 // Why: s3 gives each row a block. Of 8 warps with 4 chunks, 32 of 1024 places hold a chunk of a row
-// of 256 elements, and the other 992 hold -inf, whose exponentials are computed all the same: 123
+// of 256 elements, and the other 992 hold -inf, whose exponentials are computed all the same: 124
 // warp instructions for each chunk. With 2 warps and 2 chunks, 32 of 128 places are taken. With 8
 // lanes for a row all are, and a warp reads 4 rows, 512 bytes of each instruction in a line.
 //   Cost: lanes whose row does not exist wait in the last block; with more than one warp for a row

@@ -20,7 +20,8 @@ from flash_helpers.operations.norm.inputs import draw
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import DISTRIBUTIONS
 from flash_helpers.operations.norm.reference import reference
-from flash_helpers.registry.norm import MAX_WIDTH, NormConfig
+from flash_helpers.registry.norm import NormConfig
+from flash_helpers.registry.row_threads import MAX_WIDTH
 
 pytestmark = pytest.mark.gpu
 

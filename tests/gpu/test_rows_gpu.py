@@ -16,7 +16,8 @@ from flash_helpers.operations.rows.inputs import draw
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS
 from flash_helpers.operations.rows.reference import softmax_reference
-from flash_helpers.registry.rows import MAX_WIDTH, SOFTMAX, SoftmaxKernelConfig
+from flash_helpers.registry.row_threads import MAX_WIDTH
+from flash_helpers.registry.rows import SOFTMAX, SoftmaxKernelConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matrices import each_dtype, padded
 from tiers import ROOT, committed, each
 
 import flash_attention
@@ -23,26 +24,15 @@ from flash_helpers.operations.diagonal.reference import diagonal_reference, refe
 from flash_helpers.registry.diagonal import DIAGONAL, DiagonalKernelConfig
 from flash_helpers.runtime.call import prepare
 
-DTYPES = {Element.FP16: torch.float16, Element.BF16: torch.bfloat16, Element.FP32: torch.float32}
 CONFIGS = committed(OPERATION)
 WIDTHS = (1, 2, 31, 33, 127, 1000, 4099)
 
 each_config = each(CONFIGS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.short)
 
 
 @pytest.fixture
 def bf16() -> DiagonalKernelConfig:
     return DIAGONAL.fixed_config(DIAGONAL.steps["k3"], Element.BF16)
-
-
-def padded(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
-    """The same values in rows that are `gap` elements apart, from an element `first` on; NaN is
-    between them."""
-    rows, width = x.shape
-    memory = torch.full((first + rows * (width + gap),), math.nan, dtype=x.dtype)
-    view = memory[first:].as_strided((rows, width), (width + gap, 1))
-    return view.copy_(x)
 
 
 def check(

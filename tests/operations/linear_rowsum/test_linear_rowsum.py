@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matrices import each_dtype, padded
 from tiers import committed, each
 
 import flash_attention
@@ -23,26 +24,15 @@ from flash_helpers.operations.linear_rowsum.reference import linear_rowsum_refer
 from flash_helpers.registry.linear_rowsum import LINEAR_ROWSUM, LinearRowsumKernelConfig
 from flash_helpers.runtime.call import prepare
 
-DTYPES = {Element.FP16: torch.float16, Element.BF16: torch.bfloat16, Element.FP32: torch.float32}
 CONFIGS = committed(OPERATION)
 SIZES = ((1, 1, 2), (2, 7, 3), (3, 8, 65), (5, 259, 33))  # rows, features, rows of W
 
 each_config = each(CONFIGS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.short)
 
 
 @pytest.fixture
 def bf16() -> LinearRowsumKernelConfig:
     return LINEAR_ROWSUM.fixed_config(LINEAR_ROWSUM.steps["l5"], Element.BF16)
-
-
-def padded(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
-    """The same values in rows that are `gap` elements apart, from an element `first` on; NaN is
-    between them."""
-    rows, width = x.shape
-    memory = torch.full((first + rows * (width + gap),), math.nan, dtype=x.dtype)
-    view = memory[first:].as_strided((rows, width), (width + gap, 1))
-    return view.copy_(x)
 
 
 def check(

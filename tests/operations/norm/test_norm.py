@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matrices import DTYPES, each_dtype, spread
 from tiers import committed, each
 
 import flash_attention
@@ -21,21 +22,19 @@ from flash_helpers.operations.norm.problems import DISTRIBUTIONS, MEASURED_WIDTH
 from flash_helpers.operations.norm.reference import reference
 from flash_helpers.registry.norm import (
     LAYER_NORM,
-    MAX_WIDTH,
     RMS_NORM,
     LayerNormKernelConfig,
     NormConfig,
     RmsNormKernelConfig,
 )
+from flash_helpers.registry.row_threads import MAX_WIDTH
 from flash_helpers.runtime.call import prepare
 
-DTYPES = {Element.FP16: torch.float16, Element.BF16: torch.bfloat16, Element.FP32: torch.float32}
 CONFIGS = committed(OPERATION)
 WIDTHS = (1, 2, 31, 33, 127, 1000, 2059)
 FULL = {"weight": True, "bias": True, "rstd": True}  # and the mean, of layer norm
 
 each_config = each(CONFIGS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.short)
 each_function = pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 
 
@@ -47,14 +46,6 @@ def bf16() -> LayerNormKernelConfig:
 def full(config: NormConfig, rows: int, width: int) -> Norm:
     """The problem with all tensors."""
     return Norm(rows, width, config.dtype, rms=config.rms, mean=not config.rms, **FULL)
-
-
-def spread(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
-    """A view of x's shape in memory full of NaN: rows that are `gap` elements apart, from an
-    element `first` on."""
-    *rows, width = x.shape
-    memory = torch.full((first + math.prod(rows) * (width + gap),), math.nan, dtype=x.dtype)
-    return memory[first:].as_strided(x.shape, (width + gap, 1)[-x.ndim :])
 
 
 def wrong(outputs: Mapping[str, torch.Tensor], wanted: Reference) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matrices import DTYPES, each_dtype, padded
 from tiers import committed, each
 
 import flash_attention
@@ -21,29 +22,19 @@ from flash_helpers.operations.rows.inputs import draw
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS, MEASURED_WIDTHS
 from flash_helpers.operations.rows.reference import reference, softmax_reference
-from flash_helpers.registry.rows import MAX_WIDTH, SOFTMAX, SoftmaxKernelConfig
+from flash_helpers.registry.row_threads import MAX_WIDTH
+from flash_helpers.registry.rows import SOFTMAX, SoftmaxKernelConfig
 from flash_helpers.runtime.call import prepare
 
-DTYPES = {Element.FP16: torch.float16, Element.BF16: torch.bfloat16, Element.FP32: torch.float32}
 CONFIGS = committed(OPERATION)
 WIDTHS = (1, 2, 31, 33, 127, 1000, 4099)
 
 each_config = each(CONFIGS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.short)
 
 
 @pytest.fixture
 def bf16() -> SoftmaxKernelConfig:
     return SOFTMAX.fixed_config(SOFTMAX.steps["s3"], Element.BF16)
-
-
-def padded(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
-    """The same values in rows that are `gap` elements apart, from an element `first` on; NaN is
-    between them."""
-    rows, width = x.shape
-    memory = torch.full((first + rows * (width + gap),), math.nan, dtype=x.dtype)
-    view = memory[first:].as_strided((rows, width), (width + gap, 1))
-    return view.copy_(x)
 
 
 def check(config: SoftmaxKernelConfig, x: torch.Tensor, y: torch.Tensor | None = None) -> None:

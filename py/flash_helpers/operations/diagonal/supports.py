@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import ClassVar
 
 from flash_helpers import gpu
 from flash_helpers.operations.diagonal.problem import Diagonal
-from flash_helpers.registry.problem import Element, Tensor
+from flash_helpers.registry.supports import MatrixSupports
 
 
 @dataclass(frozen=True)
-class DiagonalSupports:
+class DiagonalSupports(MatrixSupports):
     """Problems of diagonal.
 
-    `dtype`: element type of a, B and C. `piece`: elements of a row that threads share without a
+    `piece`: elements of a row that threads share without a
     loop; the corners lie around it. `pieces_per_block`: pieces that a thread block has.
     """
 
-    dtype: Element
+    any_stride: ClassVar[frozenset[str]] = frozenset("a")
+
     piece: int
     pieces_per_block: int = 1
     max_pieces: int = gpu.MAX_GRID[0]
-
-    @property
-    def alignment(self) -> int:
-        """Bytes of an element: tensors may begin at any element."""
-        return self.dtype.bytes
-
-    def alignment_of(self, tensor: Tensor) -> int:
-        """Return the bytes of an element."""
-        return self.alignment
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """No options."""
-        return MappingProxyType({})
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """No sizes."""
-        return MappingProxyType({})
-
-    @property
-    def smallest(self) -> int:
-        """The least width."""
-        return 1
-
-    def lacking(self, problem: Diagonal) -> dict[str, tuple[str, str]]:
-        """Return nothing: a problem has no options."""
-        return {}
-
-    def adapted(self, problem: Diagonal) -> Diagonal:
-        """Return the problem: no option is compiled in."""
-        return problem
 
     def pieces(self, problem: Diagonal) -> int:
         """Return the pieces of all rows."""
@@ -71,8 +39,8 @@ class DiagonalSupports:
 
         `kernel`: the kernel's name in the text.
         """
-        if problem.dtype != self.dtype:
-            return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
+        if reason := super().refusal(problem, kernel):
+            return reason
         for name in ("rows", "width"):
             if getattr(problem, name) > gpu.MAX_GRID[0]:
                 return (
@@ -86,16 +54,6 @@ class DiagonalSupports:
                 "the call by rows"
             )
         return ""
-
-    def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
-        """Return the reason why a tensor cannot have these strides, with the way out; "" if it
-        can. a may have any."""
-        if tensor.name == "a" or strides[-1] == 1 or (not strides[-1] and tensor.shape[-1] == 1):
-            return ""
-        return (
-            f"{tensor.name} has stride {strides[-1]} in its last dimension and must have 1: call "
-            ".contiguous()"
-        )
 
     def described(self) -> dict[str, str]:
         """Return the accepted problems in words: quantities by name."""

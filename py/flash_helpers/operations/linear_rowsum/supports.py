@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import ClassVar
 
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
-from flash_helpers.registry.problem import Element, Tensor
+from flash_helpers.registry.supports import MatrixSupports
 
 MAX_SIZE = 2**30  # of rows and features: sums of a size and a tile are an int
 
 
 @dataclass(frozen=True)
-class LinearRowsumSupports:
+class LinearRowsumSupports(MatrixSupports):
     """Problems of linear_rowsum.
 
-    `dtype`: element type of all tensors. `tile`: rows of x, input features and rows of W that a
+    `tile`: rows of x, input features and rows of W that a
     thread block takes at once; the corners lie around them. `max_tiles`: tiles of rows of x and of
     W; None for any number.
     """
 
-    dtype: Element
+    any_stride: ClassVar[frozenset[str]] = frozenset({"bias", "y"})
+
     tile: tuple[int, int, int]
     max_size: int = MAX_SIZE
     max_tiles: int | None = None
-
-    @property
-    def alignment(self) -> int:
-        """Bytes of an element: tensors may begin at any element."""
-        return self.dtype.bytes
-
-    def alignment_of(self, tensor: Tensor) -> int:
-        """Return the bytes of an element."""
-        return self.alignment
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """No options: a bias comes with the call."""
-        return MappingProxyType({})
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """No sizes."""
-        return MappingProxyType({})
-
-    @property
-    def smallest(self) -> int:
-        """The least number of input features."""
-        return 1
-
-    def lacking(self, problem: LinearRowsum) -> dict[str, tuple[str, str]]:
-        """Return nothing: every kernel takes a bias and does without."""
-        return {}
-
-    def adapted(self, problem: LinearRowsum) -> LinearRowsum:
-        """Return the problem: no option is compiled in."""
-        return problem
 
     def refusal(self, problem: LinearRowsum, kernel: str) -> str:
         """Return the reason why the kernel does not take a problem, with the way out; "" if it
@@ -65,8 +33,8 @@ class LinearRowsumSupports:
 
         `kernel`: the kernel's name in the text.
         """
-        if problem.dtype != self.dtype:
-            return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
+        if reason := super().refusal(problem, kernel):
+            return reason
         ways_out = {
             "rows": "split the call by rows",
             "in_features": "add up the results of parts of x and W",
@@ -85,16 +53,6 @@ class LinearRowsumSupports:
                 f"over the limit {self.max_tiles} of a CUDA grid: split the call by rows"
             )
         return ""
-
-    def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
-        """Return the reason why a tensor cannot have these strides, with the way out; "" if it can.
-        bias and y may have any."""
-        if len(strides) == 1 or strides[-1] == 1 or (not strides[-1] and tensor.shape[-1] == 1):
-            return ""
-        return (
-            f"{tensor.name} has stride {strides[-1]} in its last dimension and must have 1: call "
-            ".contiguous()"
-        )
 
     def described(self) -> dict[str, str]:
         """Return the accepted problems in words: quantities by name."""

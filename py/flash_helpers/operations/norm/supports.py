@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from flash_helpers import gpu
 from flash_helpers.operations.norm.problem import Norm
-from flash_helpers.registry.problem import Element, Tensor
+from flash_helpers.operations.rows.supports import RowsSupports
+from flash_helpers.registry.problem import Element
 
 FUNCTIONS = MappingProxyType({False: "layer norm", True: "RMS norm"})
 
 
 @dataclass(frozen=True)
-class NormSupports:
-    """Problems of norms.
+class NormSupports(RowsSupports):
+    """Problems of norms, whose rows are those of `RowsSupports`. `rms`: the function."""
 
-    `dtype`: element type of all tensors but mean and rstd. `rms`: the function. `max_width`:
-    elements of a row; `wider`: the way out for a wider one. `held`: elements of a row that a block
-    takes in one pass of its loops; the corners lie around it.
-    """
-
-    dtype: Element
+    _: KW_ONLY
     rms: bool
-    max_width: int
-    wider: str
-    held: int
-    max_rows: int = gpu.MAX_GRID[0]
 
     @property
     def alignment(self) -> int:
         """Bytes of an element of mean and rstd, the largest."""
         return Element.FP32.bytes
 
-    def alignment_of(self, tensor: Tensor) -> int:
-        """Return the bytes of an element: tensors may begin at any element."""
-        return tensor.element.bytes
-
     @property
     def options(self) -> Mapping[str, Any]:
         """The function."""
         return MappingProxyType({"rms": self.rms})
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """No sizes."""
-        return MappingProxyType({})
-
-    @property
-    def smallest(self) -> int:
-        """The least width."""
-        return 1
 
     def lacking(self, problem: Norm) -> dict[str, tuple[str, str]]:
         """Return the function, if the kernel computes the other one."""
@@ -79,46 +56,16 @@ class NormSupports:
                 f"the problem is one of {wanted} and {kernel} computes {FUNCTIONS[self.rms]}: "
                 f"{way_out}"
             )
-        if problem.dtype != self.dtype:
-            return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
-        if problem.width > self.max_width:
-            return (
-                f"width {problem.width} is over the limit {self.max_width} of {kernel}: "
-                f"{self.wider}"
-            )
-        if problem.rows > self.max_rows:
-            return (
-                f"rows {problem.rows} is over the limit {self.max_rows} of a CUDA grid: split the "
-                "call by rows"
-            )
-        return ""
-
-    def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
-        """Return the reason why a tensor cannot have these strides, with the way out; "" if it
-        can."""
-        if strides[-1] in (0, 1) and (strides[-1] or tensor.shape[-1] == 1):
-            return ""
-        return (
-            f"{tensor.name} has stride {strides[-1]} in its last dimension and must have 1: call "
-            ".contiguous()"
-        )
+        return super().refusal(problem, kernel)
 
     def described(self) -> dict[str, str]:
         """Return the accepted problems in words: quantities by name."""
-        return {
-            "width": f"1 to {self.max_width:,}",
-            "rows": f"up to {self.max_rows:,}",
-            "options": "weight, bias, eps; also stored: " + ("rstd" if self.rms else "mean, rstd"),
-            "strides": "1 along a row; any from row to row",
-        }
+        stored = "rstd" if self.rms else "mean, rstd"
+        return {**super().described(), "options": f"weight, bias, eps; also stored: {stored}"}
 
     def corners(self) -> Iterator[Norm]:
-        """Yield small problems at the edges of the declaration: one element; a row within a chunk;
-        lengths around a warp and around one pass of a block's loops; weight, bias and statistics
-        there and not. Odd widths put every other row between the multiples of 16 bytes."""
-        sizes = [(1, 1), (3, 2), (2, 31), (3, 33), (2, 127), (1, 1000)]
-        sizes += [(2, width) for width in (self.held, self.held + 1, 2 * self.held - 1)]
-        for n, (rows, width) in enumerate(sizes):
+        """Yield small problems of `corner_sizes`; weight, bias and statistics there and not."""
+        for n, (rows, width) in enumerate(self.corner_sizes()):
             yield Norm(
                 rows,
                 min(width, self.max_width),

@@ -1,0 +1,127 @@
+"""Configs of kernels in which the threads of a row keep it in registers: softmax and the norms.
+Standard library only."""
+
+from __future__ import annotations
+
+from flash_helpers import gpu
+from flash_helpers.gpu import Device
+from flash_helpers.operations.norm.problem import Norm
+from flash_helpers.operations.rows.problem import Rows
+from flash_helpers.registry.call import Address, Call, Launch
+from flash_helpers.registry.config import Config
+from flash_helpers.registry.problem import Element, Strides
+
+MAX_WIDTH = 131072
+MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
+MAX_CHUNKS = 16
+LEAST_ROW_THREADS = 8
+MOST_OF_FEW = 128  # elements of a thread, where fewer threads than a warp have a row
+CHUNK_BYTES = 16  # one load or store of a thread, four registers
+CHUNK_REGISTERS = CHUNK_BYTES // 4
+OTHER_REGISTERS = 48  # of a thread, at most, beside its chunks
+SM_REGISTERS = 65536
+
+# Traits of steps.
+VECTOR_LOADS = "vector_loads"  # chunks of 16 bytes per lane
+ROW_IN_REGISTERS = "row_in_registers"  # `chunks` chunks of each thread are read once
+ROW_THREADS = "row_threads"  # `row_threads` threads have a row, and a block has several rows
+
+
+class RowConfig(Config):
+    """One kernel on rows; a subclass has these fields, behind that of its step.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    dtype: Element
+    n_warps: int
+    chunks: int
+    row_threads: int
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block."""
+        return self.n_warps * gpu.WARP
+
+    @property
+    def threads_per_row(self) -> int:
+        """Threads that have a row: those of the block before the step that says how many."""
+        return self.row_threads or self.n_threads
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of one block."""
+        return self.n_threads // self.threads_per_row
+
+    @property
+    def pass_elements(self) -> int:
+        """Elements of a row that its threads take at once; those in registers, where they are."""
+        if VECTOR_LOADS not in self.step.traits:
+            return self.n_threads
+        return self.threads_per_row * max(1, self.chunks) * CHUNK_BYTES // self.dtype.bytes
+
+    def widest(self, way_out: str) -> tuple[int, str, int]:
+        """Return the longest row, the way out for a longer one, and the elements that one pass
+        holds, at most half of it. Few threads take short rows, since their sums of long ones would
+        have large errors. `way_out`: for rows over MAX_WIDTH."""
+        most = MAX_WIDTH
+        if self.threads_per_row < gpu.WARP:
+            most = self.threads_per_row * MOST_OF_FEW
+            way_out = f"choose a config with more row_threads than {self.row_threads}"
+        return most, way_out, min(self.pass_elements, most // 2)
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        n_warps, row_threads = self.n_warps, self.row_threads
+        if not 1 <= n_warps <= MAX_WARPS or n_warps & (n_warps - 1):
+            raise ValueError(
+                f"n_warps {n_warps} is not a power of two from 1 to {MAX_WARPS}: choose 4 or 8"
+            )
+        if ROW_IN_REGISTERS in self.step.traits:
+            self._check_registers()
+        fits = LEAST_ROW_THREADS <= row_threads <= self.n_threads
+        if ROW_THREADS in self.step.traits and (not fits or row_threads & (row_threads - 1)):
+            raise ValueError(
+                f"row_threads {row_threads} is not a power of two from {LEAST_ROW_THREADS} to the "
+                f"{self.n_threads} threads of n_warps {n_warps}: choose {gpu.WARP}"
+            )
+
+    def _check_registers(self) -> None:
+        chunks = self.chunks
+        if not 1 <= chunks <= MAX_CHUNKS:
+            raise ValueError(f"chunks {chunks} is not from 1 to {MAX_CHUNKS}: choose 4")
+        available = SM_REGISTERS // self.n_threads
+        needed = chunks * CHUNK_REGISTERS + OTHER_REGISTERS
+        if needed > available:
+            most = (available - OTHER_REGISTERS) // CHUNK_REGISTERS
+            raise ValueError(
+                f"chunks {chunks} with n_warps {self.n_warps} need {needed} registers per thread, "
+                f"of which there are {available}: choose chunks {most}, or fewer warps"
+            )
+
+    def call(self, problem: Rows | Norm, strides: Strides, device: Device) -> Call:
+        """Return one launch, in which each block has `block_rows` rows."""
+        values: dict[str, tuple[float, ...]] = {
+            "x_stride": strides["x"][:1],
+            "y_stride": strides["y"][:1],
+            "rows": (problem.rows,),
+            "width": (problem.width,),
+            **{name: (value,) for name, value in problem.call_options().items()},
+        }
+        ((function, layout),) = self.family.kernels.items()
+        given = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
+        launch = Launch(
+            kernel=self.kernels[function],
+            grid=(-(-problem.rows // self.block_rows), 1, 1),
+            block=self.n_threads,
+            shared_bytes=self.smem_bytes,
+            layout=layout,
+            values=values,
+            addresses=tuple(Address(layout.offset(name), name) for name in given),
+        )
+        return Call((launch,))
+
+    def most_runs(self, problem: Rows | Norm, device: Device) -> int:
+        """Return the passes of a loop that handles one element per thread, and as many again for
+        loops that nvcc unrolls."""
+        return 2 * (-(-problem.width // self.threads_per_row) + 8)
