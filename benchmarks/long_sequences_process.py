@@ -89,23 +89,23 @@ class Measurer:
         contenders = [one, ring]
         record = self._checked(ring.record, (q, k, v), own)
         ring.record = record
-        pytorch = replace(problem, name=PYTORCH)
         not_run = ""
         if not self.is_cuda:
             not_run = "PyTorch's context parallel has kernels for CUDA tensors alone"
         elif problem.kv_heads != problem.heads:
             not_run = "PyTorch's context parallel takes equal numbers of heads"
-        else:
-            given = partial(self._pytorch, problem, (q, k, v, do))
-            contender = Contender(pytorch, given)
-            if not (not_run := self._why_it_fails(contender)):
-                contenders.append(contender)
+        left_out = dict.fromkeys(PYTORCH, not_run)
+        for name in () if not_run else PYTORCH:
+            given = partial(self._pytorch, problem, (q, k, v, do), PYTORCH[name])
+            contender = Contender(replace(problem, name=name), given)
+            left_out[name] = self._why_it_fails(contender)
+            contenders += [] if left_out[name] else [contender]
         self._time(contenders)
         found = [self._record(each) for each in contenders]
         found[1] = self._with_transfers(ring, found[1])
-        if not_run:
-            found.append(replace(pytorch, not_run=not_run))
-        return found
+        return found + [
+            replace(problem, name=name, not_run=why) for name, why in left_out.items() if why
+        ]
 
     # -- contenders --------------------------------------------------------------------------------
 
@@ -119,11 +119,15 @@ class Measurer:
     def _one(self, problem: RingSpeed, own: Sequence[torch.Tensor]) -> torch.Tensor:
         return _both(partial(attention, causal=problem.causal), own, problem.passes)
 
-    def _pytorch(self, problem: RingSpeed, whole: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _pytorch(
+        self, problem: RingSpeed, whole: Sequence[torch.Tensor], backend: str
+    ) -> torch.Tensor:
         """Shards the copies of the whole itself, in place; this is timed with the rest, and small
         beside attention on long sequences."""
-        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental import _context_parallel, context_parallel
 
+        # zigzag, which PyTorch refuses without a mask
+        _context_parallel._cp_options.enable_load_balance = problem.causal
         *qkv, do = (x.transpose(1, 2).contiguous() for x in whole)
         context = context_parallel(
             self.mesh,
@@ -132,7 +136,7 @@ class Measurer:
             no_restore_buffers={*qkv, do},
         )
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context:
+        with sdpa_kernel(getattr(SDPBackend, backend)), context:
             is_both = problem.passes == BOTH
             leaves = [x.detach().requires_grad_(is_both) for x in qkv]
             o = sdpa(*leaves, is_causal=problem.causal)

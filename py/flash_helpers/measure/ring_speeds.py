@@ -9,7 +9,12 @@ from typing import ClassVar
 from flash_helpers.console.tables import DASH, Table, number, percent
 from flash_helpers.measure.results import Provenance, RecordFile
 
-ONE, RING, PYTORCH = "one GPU", "ring", "PyTorch's context parallel"
+ONE, RING = "one GPU", "ring"
+PYTORCH = {
+    "PyTorch's context parallel, flash": "FLASH_ATTENTION",
+    "PyTorch's context parallel, cuDNN": "CUDNN_ATTENTION",
+}
+"""PyTorch's context parallel, with the `SDPBackend` that it runs on."""
 FORWARD, BOTH = "forward", "forward and backward"
 _OF_BOTH = 3.5  # operations of both passes over those of the forward pass
 
