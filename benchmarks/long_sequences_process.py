@@ -135,8 +135,9 @@ class Measurer:
             buffer_seq_dims=[_CP_DIM] * 4,
             no_restore_buffers={*qkv, do},
         )
-        sdpa = torch.nn.functional.scaled_dot_product_attention
         with sdpa_kernel(getattr(SDPBackend, backend)), context:
+            # the context puts another function in this place
+            sdpa = torch.nn.functional.scaled_dot_product_attention
             is_both = problem.passes == BOTH
             leaves = [x.detach().requires_grad_(is_both) for x in qkv]
             o = sdpa(*leaves, is_causal=problem.causal)

@@ -23,10 +23,10 @@ from flash_helpers.console.command_line import (
     typed_command,
 )
 from flash_helpers.console.progress import bar
+from flash_helpers.kernel_configs import OPERATIONS
 from flash_helpers.measure.command_line import add_results_arguments, provenance_here
 from flash_helpers.measure.results import Load, Protocol
-from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.grid import GROUPS
+from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.tune.choices import Choices, MeasuredProblem, competitors
 
@@ -37,11 +37,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = "configs/choice_h100_80gb_hbm3.json"
 LOAD = Load("turns", sample_ms=60.0)
 DESCRIPTION = f"""\
-Time kernels of many tiles, and PyTorch's flash and cuDNN backends and FlashAttention-3 where they
-take the problem and are installed, on each problem of the grid. Samples of {LOAD.sample_ms:g} ms
-follow one another without a pause, each contender's once per round, in another order each round.
-Launches are replayed from CUDA graphs, and rotate through inputs that exceed the L2 cache. Outputs
-are compared with float64 before and after. attention() takes its kernels from the file.
+Time kernels of many tiles on each problem of an operation's grid, beside the operation's libraries:
+for attention PyTorch's flash and cuDNN backends and FlashAttention-3, where they take the problem
+and are installed. Samples of {LOAD.sample_ms:g} ms follow one another without a pause, each
+contender's once per round, in another order each round. Launches are replayed from CUDA graphs, and
+rotate through inputs that exceed the L2 cache. Outputs are compared with float64 before and after.
+Calls that name no kernel, such as attention(), take theirs from the file.
 
 A run can be interrupted: problems that were finished are in the file, and stay there if a later run
 measures other groups with the same commit.
@@ -52,6 +53,8 @@ examples:
     python benchmarks/measure_choice.py
   two groups, elsewhere:
     python benchmarks/measure_choice.py --group short lengths --json build/choice.json
+  norms by width:
+    python benchmarks/measure_choice.py --operation norm --json configs/choice_norm_h200.json
 
 exit status: 0 measured, 1 a kernel failed, 2 wrong usage or no GPU, 130 interrupted
 """
@@ -62,7 +65,7 @@ def with_lengths(own: InputSet) -> InputSet:
     prompts of a language model have them."""
     import torch  # late, so that --help is fast
 
-    reference = OPERATION.part("reference").reference
+    reference = ATTENTION.part("reference").reference
     problem, device = own.problem, own.inputs["q"].device
     generator = torch.Generator().manual_seed(problem.sequences)
     ends = torch.randn(problem.sequences, generator=generator).exp().cumsum(0)
@@ -76,7 +79,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     add_results_arguments(parser, ROOT, FILE, "the measured choices")
     parser.add_argument(
-        "--group", nargs="+", choices=[*GROUPS], default=[*GROUPS], help="(default: all groups)"
+        "--operation",
+        choices=[name for name, own in OPERATIONS.items() if own.has_part("grid")],
+        default=ATTENTION.name,
+        help=f"(default: {ATTENTION.name})",
+    )
+    parser.add_argument(
+        "--group", nargs="+", metavar="GROUP", help="of the operation's grid (default: all groups)"
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="(default: 3)")
     parser.add_argument(
@@ -102,19 +111,26 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     from flash_helpers.measure.machine import GpuSensor
     from flash_helpers.measure.timing import make_timer
 
+    operation = OPERATIONS[arguments.operation]
+    groups = operation.part("grid").GROUPS
+    if unknown := set(arguments.group or ()) - {*groups}:
+        raise ValueError(
+            f"--group {', '.join(sorted(unknown))}: the grid of {operation.name} has "
+            f"{', '.join(groups)}"
+        )
     backend = find_backend("cuda")
     end = time.monotonic() + arguments.time_budget
     protocol = Protocol(rounds=arguments.rounds, min_rounds=arguments.rounds, loads=(LOAD,))
     timer, sensor = make_timer(backend.device, protocol), GpuSensor(backend.device)
-    libraries = library_contenders(OPERATION)[:-1]  # without the control
+    libraries = library_contenders(operation)[:-1]  # without the control
     found = Choices(
         provenance_here(backend, command, arguments, ROOT),
         protocol,
-        library_records(libraries, OPERATION),
+        library_records(libraries, operation),
         (),
     )
     found = found.continued(arguments.json)
-    asked = [(group, problem) for group in arguments.group for problem in GROUPS[group]]
+    asked = [(group, problem) for group in arguments.group or groups for problem in groups[group]]
     kernels = {problem: competitors(problem) for _, problem in asked}
     prepare(*dict.fromkeys(config for own in kernels.values() for config in own))
     failed = False
@@ -124,7 +140,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         own = [kernel_contender(config, backend.execute) for config in kernels[problem]]
         contenders = [c for c in (*libraries, *own) if not c.refusal(problem)]
         sets = make_input_sets(problem, problem.dtype, backend.device, timer, protocol)
-        if problem.sequences:
+        if operation is ATTENTION and problem.sequences:
             sets = [*map(with_lengths, sets)]
         measured = measure_problem(
             contenders, sets, problem, problem.dtype, timer, protocol, sensor

@@ -9,16 +9,22 @@ import pytest
 
 from flash_helpers.compile.codegen import CONFIG_FOLDER
 from flash_helpers.gpu import largest_device
-from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Element
+from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, AttentionForward, Element
 from flash_helpers.measure.choice_table import grid_tables
 from flash_helpers.measure.results import Protocol
-from flash_helpers.operations.attention_forward.grid import GROUPS, distance
+from flash_helpers.operations.attention_forward.grid import distance
 from flash_helpers.tune.best import config_for
 from flash_helpers.tune.choices import Choices, MeasuredProblem, competitors, load_choices
 
 FILES = load_choices(Path(__file__).resolve().parents[2] / CONFIG_FOLDER)
 H100 = largest_device(90)
 MOST_BEHIND = 0.02
+GRID = {
+    f"{operation.name} {name}": problems
+    for operation in OPERATIONS.values()
+    if operation.has_part("grid")
+    for name, problems in operation.part("grid").GROUPS.items()
+}
 SHORT = AttentionForward(64, 12, 77)
 LONG = AttentionForward(4, 16, 16384)
 GENERAL, HOPPER = FAMILIES["general"], FAMILIES["hopper"]
@@ -41,18 +47,20 @@ def measured() -> Choices:
     return replace(FILES[0], protocol=Protocol(), problems=tuple(rows))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.provenance.gpu)
+@pytest.mark.parametrize(
+    "file", FILES, ids=lambda file: f"{file.problems[0].asked.operation} {file.provenance.gpu}"
+)
 def test_what_is_taken_is_hardly_behind_the_fastest_anywhere_on_the_grid(file) -> None:
-    asked = [problem for group in GROUPS.values() for problem in group]
-    assert {measured.asked for measured in file.problems} <= {*asked}
+    asked = {problem for group in GRID.values() for problem in group}
+    assert {measured.asked for measured in file.problems} <= asked
     device = file.provenance.device
     behind = {m.asked: m.behind(config_for(m.asked, device)) for m in file.problems}
     assert {problem: by for problem, by in behind.items() if not by <= MOST_BEHIND} == {}
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", GRID)
 def test_what_competes_takes_the_problem(group) -> None:
-    for problem in GROUPS[group]:
+    for problem in GRID[group]:
         found = competitors(problem)
         assert len(found) > 1 and len({*found}) == len(found)
         assert not any(config.refusal(problem) for config in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import ModuleType
@@ -111,6 +111,11 @@ class Operation:
     def part(self, module: str) -> ModuleType:
         """Return a module of the operation's folder."""
         return importlib.import_module(f"flash_helpers.operations.{self.name}.{module}")
+
+    def has_part(self, module: str) -> bool:
+        """Return whether the operation's folder has a module; it is not imported."""
+        name = f"flash_helpers.operations.{self.name}.{module}"
+        return importlib.util.find_spec(name) is not None
 
     def simulated_seconds(self, problem: Problem) -> float:
         """Return an estimate of the seconds that the simulator takes for a problem on one core."""

@@ -3,6 +3,10 @@ Standard library only."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
 from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.norm.problem import Norm
@@ -10,6 +14,8 @@ from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.registry.call import Address, Call, Launch
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.problem import Element, Strides
+
+Fields = Mapping[str, int]
 
 MAX_WIDTH = 131072
 MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
@@ -25,6 +31,11 @@ SM_REGISTERS = 65536
 VECTOR_LOADS = "vector_loads"  # chunks of 16 bytes per lane
 ROW_IN_REGISTERS = "row_in_registers"  # `chunks` chunks of each thread are read once
 ROW_THREADS = "row_threads"  # `row_threads` threads have a row, and a block has several rows
+
+
+def most_chunks(n_warps: int) -> int:
+    """Return the chunks that the registers of each thread of a block have room for."""
+    return (SM_REGISTERS // (n_warps * gpu.WARP) - OTHER_REGISTERS) // CHUNK_REGISTERS
 
 
 class RowConfig(Config):
@@ -90,13 +101,12 @@ class RowConfig(Config):
         chunks = self.chunks
         if not 1 <= chunks <= MAX_CHUNKS:
             raise ValueError(f"chunks {chunks} is not from 1 to {MAX_CHUNKS}: choose 4")
-        available = SM_REGISTERS // self.n_threads
-        needed = chunks * CHUNK_REGISTERS + OTHER_REGISTERS
-        if needed > available:
-            most = (available - OTHER_REGISTERS) // CHUNK_REGISTERS
+        if chunks > (most := most_chunks(self.n_warps)):
+            needed = chunks * CHUNK_REGISTERS + OTHER_REGISTERS
             raise ValueError(
                 f"chunks {chunks} with n_warps {self.n_warps} need {needed} registers per thread, "
-                f"of which there are {available}: choose chunks {most}, or fewer warps"
+                f"of which there are {SM_REGISTERS // self.n_threads}: choose chunks {most}, or "
+                "fewer warps"
             )
 
     def call(self, problem: Rows | Norm, strides: Strides, device: Device) -> Call:
@@ -125,3 +135,58 @@ class RowConfig(Config):
         """Return the passes of a loop that handles one element per thread, and as many again for
         loops that nvcc unrolls."""
         return 2 * (-(-problem.width // self.threads_per_row) + 8)
+
+
+# -- the choice by width ---------------------------------------------------------------------------
+
+GRID_WIDTHS = tuple(2**n for n in range(6, 18))
+_WARPS = (4, 8)  # of blocks with several rows
+_FEW = 2  # shapes, to which those for long rows are added
+# Of rows that no threads of a block hold in registers: a part of such a row is read three times.
+_LONG: Sequence[Fields] = (
+    {"n_warps": 8, "chunks": 16, "row_threads": 256},
+    {"n_warps": 16, "chunks": 16, "row_threads": 512},
+    {"n_warps": 32, "chunks": 4, "row_threads": 1024},
+)
+
+
+def competing_shapes(width: int, dtype: Element, most_threads: int) -> list[Fields]:
+    """Return n_warps, chunks and row_threads with which threads hold a row in registers, from many
+    chunks of few threads to one chunk of many; where no block does, shapes for long rows.
+    most_threads: of a row."""
+    found: list[Fields] = []
+    for row_threads in _powers(LEAST_ROW_THREADS, most_threads):
+        chunks = _power_from(width * dtype.bytes / (row_threads * CHUNK_BYTES))
+        if chunks > MAX_CHUNKS or (row_threads < gpu.WARP and width > row_threads * MOST_OF_FEW):
+            continue
+        is_narrow = row_threads <= gpu.WARP * min(_WARPS)
+        for n_warps in _WARPS if is_narrow else (row_threads // gpu.WARP,):
+            if chunks <= most_chunks(n_warps):
+                found.append({"n_warps": n_warps, "chunks": chunks, "row_threads": row_threads})
+        if chunks == 1:
+            break
+    if len(found) < _FEW:
+        found += [s for s in _LONG if s["row_threads"] <= most_threads and s not in found]
+    return found
+
+
+def octaves(one: Rows | Norm, other: Rows | Norm) -> float:
+    """Return how far apart the rows of two problems are, in octaves of their bytes, and a little of
+    their number."""
+    of_width, of_rows = (
+        abs(math.log2(a / b))
+        for a, b in (
+            (one.width * one.dtype.bytes, other.width * other.dtype.bytes),
+            (one.rows, other.rows),
+        )
+    )
+    return of_width + of_rows / 64
+
+
+def _powers(first: int, last: int) -> Iterator[int]:
+    return itertools.takewhile(lambda n: n <= last, (first << n for n in itertools.count()))
+
+
+def _power_from(least: float) -> int:
+    """Return the lowest power of two from `least` on."""
+    return 1 << max(0, math.ceil(math.log2(least)))

@@ -114,17 +114,16 @@ def competitors(problem: Problem) -> list[Config]:
         step = family.steps.get(name, [*family.steps.values()][-1])
         fixed = family.fixed_config(step, problem.dtype)
         for base in fixed.variants():
-            if grid.has_sizes(base, problem):
+            if all(getattr(problem, n) == size for n, size in base.supports.sizes.items()):
                 found.append(_taking(base.replace(**fields), problem))
                 break
     return [*dict.fromkeys(config for config in found if config)]
 
 
 def _taking(config: Config, problem: Problem) -> Config | None:
-    with contextlib.suppress(ValueError):
-        own = config.replace(dtype=problem.dtype)
-        for base in (own, *map(own.at_step, config.family.preferred)):
-            for variant in base.variants():
+    for step in (config.step, *config.family.preferred):
+        with contextlib.suppress(ValueError):  # a step that cannot have the tile
+            for variant in config.replace(dtype=problem.dtype).at_step(step).variants():
                 if not variant.refusal(problem):
                     return variant
     return None

@@ -11,7 +11,6 @@ from typing import Any
 
 from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.problems import default_shape
-from flash_helpers.registry.config import Config
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _SOME = (512, 2048, 8192)
@@ -161,11 +160,6 @@ def competing(problem: AttentionForward) -> tuple[tuple[str, Fields], ...]:
     """Return steps, or families for their last steps, and the fields in which a competing config
     differs from the usual one of the problem's head sizes."""
     return COMPETING[problem.d_head, problem.d_v]
-
-
-def has_sizes(config: Config, problem: AttentionForward) -> bool:
-    """Return whether a config is built for the head sizes of a problem."""
-    return config.supports.sizes == {"d_head": problem.d_head, "d_v": problem.d_v}
 
 
 _OTHER_KIND = 20.0  # octaves
