@@ -137,6 +137,38 @@ def absolute_errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
     return (got - expected).abs_().masked_fill_(same, 0.0)
 
 
+def computed_bound(
+    expected: torch.Tensor, errors: torch.Tensor, plain: torch.Tensor
+) -> OutputError:
+    """Return the bound of an output, for each row by itself, from the error that computing in fp32
+    allows: with R the float64 result and a these errors,
+
+        max |O - R|          <=  max(2 max |plain - R|, max a)  +  half an ulp at max |R|
+        ||O - R|| / ||R||    <=  ||max(u |R|, h) + a|| / ||R||
+
+    u is the unit roundoff and h half the distance of subnormal numbers of the dtype of `plain`,
+    PyTorch's own result. In fp32 a decides alone. Elements of R that are not finite have no bound:
+    the output must be so, too. Where a is not finite, no error is allowed.
+
+    `expected`, `errors`: float64, of the shape of `plain`.
+    """
+    finite = expected.isfinite() & errors.isfinite()
+    values, allowed = (each.masked_fill(~finite, 0.0) for each in (expected, errors))
+    most = allowed.amax(-1)
+    if plain.dtype != torch.float32:
+        of_plain = absolute_errors(plain, expected).masked_fill(~finite, 0.0).amax(-1)
+        most = torch.maximum(2 * of_plain, most) + half_ulps(values.abs().amax(-1), plain.dtype)
+        info = torch.finfo(plain.dtype)
+        u = info.eps / 2
+        rounding = (values.abs() * u).clamp_(min=info.smallest_normal * u)
+        allowed = allowed + rounding.masked_fill_(~finite, 0.0)
+    norm = torch.linalg.vector_norm
+    rows = RowErrors(most, norm(allowed, dim=-1) / norm(values, dim=-1))
+    rows.relative.nan_to_num_(nan=0.0, posinf=torch.inf)
+    relative = (norm(allowed) / norm(values)).nan_to_num_(nan=0.0, posinf=torch.inf)
+    return OutputError(most.max().item(), relative.item(), rows)
+
+
 def measure_error(output: torch.Tensor, expected: torch.Tensor) -> OutputError:
     """Return the distance of `output` from the float64 `expected`, over all elements.
 

@@ -1,18 +1,10 @@
 """Norms along rows in float64, and the largest errors allowed of an output.
 
-For fp16 and bf16, u is the unit roundoff (2^-11, 2^-8) and R the float64 result on the same inputs.
-The bound of y holds for each row by itself:
-
-    max |y - R|          <=  max(2 max |plain - R|, max a)  +  half an ulp at max |R|
-    ||y - R|| / ||R||    <=  ||max(u |R|, h) + a|| / ||R||
-
-`plain` is PyTorch's norm in the dtype, h half the distance of subnormal numbers, and a the error
-that computing in fp32 allows (`computed`). It is far below the rounding of y, except where the
-deviation of a row is small beside its mean: a row of one value has a variance of 0, and the
-rounding of its mean is multiplied by 1 / sqrt(eps).
-
-In fp32, for y as for mean and rstd, a decides alone. Rows of y that are not finite throughout have
-no bound and must be NaN or infinite where R is.
+The bound of y is `computed_bound`, beside PyTorch's norm, with the error that computing in fp32
+allows (`computed`). In 16 bits that error is far below the rounding of y, except where the
+deviation of a row is small beside its mean. A row of one value has a variance of 0, and the
+rounding of its mean is multiplied by 1 / sqrt(eps). For mean and rstd the error of computing
+decides alone.
 """
 
 from __future__ import annotations
@@ -22,13 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.check.errors import (
-    OutputError,
-    Reference,
-    RowErrors,
-    absolute_errors,
-    half_ulps,
-)
+from flash_helpers.check.errors import OutputError, Reference, computed_bound
 from flash_helpers.operations.norm.baselines import plain
 from flash_helpers.operations.norm.problem import Norm
 
@@ -94,31 +80,6 @@ def computed(problem: Norm, inputs: Mapping[str, torch.Tensor]) -> Computed:
     return Computed(y, mean, rstd, y_error, mean_error, rstd * relative + _SMALLEST)
 
 
-def _y_bound(problem: Norm, inputs: Mapping[str, torch.Tensor], found: Computed) -> OutputError:
-    finite = found.y.isfinite().all(-1, keepdim=True)
-    y, allowed = (each.masked_fill(~finite, 0.0) for each in (found.y, found.y_error))
-    dtype = inputs["x"].dtype
-    most = allowed.amax(-1)
-    if dtype != torch.float32:
-        own = plain(inputs["x"], inputs.get("weight"), inputs.get("bias"), problem.rms, problem.eps)
-        of_plain = absolute_errors(own, found.y).masked_fill(~finite, 0.0).amax(-1)
-        most = torch.maximum(2 * of_plain, most) + half_ulps(y.abs().amax(-1), dtype)
-        info = torch.finfo(dtype)
-        u = info.eps / 2
-        allowed = allowed + (y.abs() * u).clamp_(min=info.smallest_normal * u)
-    return _bound(most * finite[:, 0], allowed * finite, y)
-
-
-def _bound(most: torch.Tensor, allowed: torch.Tensor, expected: torch.Tensor) -> OutputError:
-    """Return the bound of rows. `most`: largest error of an element, by row. `allowed`: errors of
-    elements whose norm is the largest allowed; the relative error of a row of zeros is any."""
-    norm = torch.linalg.vector_norm
-    rows = RowErrors(most, norm(allowed, dim=-1) / norm(expected, dim=-1))
-    rows.relative.nan_to_num_(nan=0.0, posinf=torch.inf)
-    relative = (norm(allowed) / norm(expected)).nan_to_num_(nan=0.0, posinf=torch.inf)
-    return OutputError(most.max().item(), relative.item(), rows)
-
-
 def _statistic_bound(expected: torch.Tensor, error: torch.Tensor) -> OutputError:
     """Return the bound of mean or rstd. Both arguments: (rows). An infinity or a NaN in a row makes
     them infinite, NaN or exactly 0."""
@@ -132,7 +93,8 @@ def _statistic_bound(expected: torch.Tensor, error: torch.Tensor) -> OutputError
 def reference(problem: Norm, inputs: Mapping[str, torch.Tensor]) -> Reference:
     """Return the results of a problem and their bounds: y, and mean and rstd where it has them."""
     found = computed(problem, inputs)
-    expected, bounds = {"y": found.y}, {"y": _y_bound(problem, inputs, found)}
+    own = plain(inputs["x"], inputs.get("weight"), inputs.get("bias"), problem.rms, problem.eps)
+    expected, bounds = {"y": found.y}, {"y": computed_bound(found.y, found.y_error, own)}
     for name in ("mean", "rstd"):
         if getattr(problem, name):
             expected[name] = getattr(found, name)[:, 0]
