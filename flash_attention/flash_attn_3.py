@@ -240,8 +240,9 @@ def flash_attn_combine(
     out: written and returned if given. out_dtype: dtype of a new out, by default that of
         out_partial.
 
-    Computes in fp32 by PyTorch's own operations. A row that no part has keys for has 0 in out and
-    -inf in lse, which is fp32.
+    Computes in fp32: CUDA tensors in a kernel, unless a gradient is asked for, and all else by
+    PyTorch's operators. A row that no part has keys for has 0 in out and -inf in lse, which is
+    fp32.
     """
     check_types({"out_partial": out_partial, "lse_partial": lse_partial})
     _check_flag("return_lse", return_lse)
@@ -259,8 +260,8 @@ def flash_attn_combine(
             raise TypeError(f"out is {out.dtype} and out_dtype {out_dtype}: leave one of them out")
         dtype = out.dtype
     names = "out_partial", "lse_partial"
-    found, lse = combined(out_partial, lse_partial, 0, names, base_2=False)
-    result = found.to(dtype) if out is None else out.copy_(found)
+    found, lse = combined(out_partial, lse_partial, 0, names, base_2=False, dtype=dtype)
+    result = found if out is None else out.copy_(found)
     return result, lse if return_lse else None
 
 

@@ -85,8 +85,8 @@ def merge_state(
             "head_dim)"
         )
     v, s = torch.stack((v_a, v_b), 1), torch.stack((s_a, s_b), 1)
-    V, S = combined(v, s, 1, ("v_a and v_b", "s_a and s_b"), base_2=True)
-    return V.to(v_a.dtype), S
+    names = "v_a and v_b", "s_a and s_b"
+    return combined(v, s, 1, names, base_2=True, dtype=v_a.dtype)
 
 
 def merge_state_in_place(
@@ -124,8 +124,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
             f"v has {v.ndim} dimensions, shape {tuple(v.shape)}: pass (seq_len, num_states, "
             "num_heads, head_dim)"
         )
-    V, S = combined(v, s, 1, ("v", "s"), base_2=True)
-    return V.to(v.dtype), S
+    return combined(v, s, 1, ("v", "s"), base_2=True, dtype=v.dtype)
 
 
 # -- decode ----------------------------------------------------------------------------------------

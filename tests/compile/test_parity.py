@@ -37,7 +37,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.sass.read.elf import read_sections
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal"}
+SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal", "merge_states"}
 SAME_INSTRUCTIONS = {"hopper"}
 """Families whose PTX has the same instructions but for the form of an address."""
 INTEGER = re.compile(r"(?:add|sub|mul|mad|shl|shr|and|or|xor|cvt|cvta|mov)\b.*\.[usb](?:32|64)$")

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from flash_attention._states import merge_states as merge
+from flash_attention._states import merged, merged_by_kernel
 from flash_attention.flash_attn_3 import flash_attn_combine
 from flash_attention.flashinfer import merge_state, merge_state_in_place, merge_states
+from flash_helpers.operations.merge.problem import NATURAL
 
 ROWS, HEADS, D_HEAD = 5, 3, 16
 PARTS = 4
@@ -82,13 +85,46 @@ def test_a_state_in_place(parts):
     mask = torch.tensor([True, False, True, True, False])
     v, s = o[0].clone(), lse[0].clone()
     merge_state_in_place(v, s, o[1], lse[1], mask)
-    for found, merged, before in ((v, expected[0], o[0]), (s, expected[1], lse[0])):
-        assert torch.equal(found[mask], merged[mask])
+    for found, of_both, before in ((v, expected[0], o[0]), (s, expected[1], lse[0])):
+        assert torch.equal(found[mask], of_both[mask])
         assert torch.equal(found[~mask].nan_to_num(), before[~mask].nan_to_num())
     merge_state_in_place(v, s, o[1][:], lse[1])
     v, s = o[0].clone(), lse[0].clone()
     merge_state_in_place(v, s, o[1], lse[1])
     assert torch.equal(v, expected[0]) and torch.equal(s, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("d_head", [D_HEAD, 13])
+def test_the_kernel_merges_as_pytorch_does(parts, dtype, d_head):
+    o, lse = parts[0][..., :d_head].to(dtype), parts[1].float()
+    expected = merged(o, lse, NATURAL)
+    odd = torch.cat((o, o[..., :1]), -1)[..., :d_head]  # rows at odd elements
+    for given in (o, o.transpose(1, 2).contiguous().transpose(1, 2), odd):
+        found = merged_by_kernel(given, lse, NATURAL, dtype)
+        assert (found[0].dtype, found[1].dtype) == (dtype, torch.float32)
+        atol = max(1e-5, torch.finfo(dtype).eps)
+        torch.testing.assert_close(found[0], expected[0].to(dtype), rtol=atol, atol=atol)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    batched, of_all = merged_by_kernel(o[:, None], lse[:, None], NATURAL, torch.float32)
+    torch.testing.assert_close(batched[0].to(dtype), found[0], rtol=atol, atol=atol)
+    assert (batched.dtype, of_all.shape) == (torch.float32, (1, ROWS, HEADS))
+
+
+def test_the_operator_of_the_kernel_runs_in_compiled_code(parts):
+    torch._dynamo.reset()
+    o, lse = (x.float() for x in parts[:2])
+    compiled = torch.compile(merge, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(o, lse, 1.0), merge(o, lse, 1.0), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_gradients_are_those_of_pytorch(parts):
+    o, lse = (x.float().nan_to_num(0.0) for x in parts[:2])
+    o.requires_grad_()
+    found, _ = flash_attn_combine(o, lse)
+    (gradient,) = torch.autograd.grad(found.sum(), o)
+    torch.testing.assert_close(gradient.sum(0), torch.ones_like(o[0]))
 
 
 def test_compiled_code_is_whole(parts):
