@@ -431,6 +431,27 @@ def attention(
     return function(q, k, v, causal, scale)
 
 
+def attention_into(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    softmax_scale: float | None,
+) -> torch.Tensor:
+    """Write what `attention` returns into o, which has any strides that `forward` takes, and return
+    the LSE. For functions that autograd does not look into: this is no operator."""
+    options = zip(_OPTIONS, _options(window_size, softcap, None) or _NO_OPTIONS, strict=False)
+    scale = _scale(softmax_scale)
+    asked = None, (("causal", causal), *options, ("softmax_scale", scale))
+    lse = _new_lse(q)
+    compute(AttentionForward, asked, _WITH_LSE, (q, k, v, o, lse), _choose)
+    return lse
+
+
 def forward(
     cfg: Config | str,
     q: torch.Tensor,

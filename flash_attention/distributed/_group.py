@@ -224,10 +224,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors on their way. On CUDA `done` is an event on the stream of transfers."""
+    """Tensors on their way. On CUDA `done` is an event on the stream of transfers. `sent` must live
+    until the wait, behind which the current stream may use its memory again."""
 
     failures: _Failures
     device: torch.device
+    sent: Sequence[torch.Tensor]
     work: Sequence[dist.Work]
     done: torch.cuda.Event | None
     times: TransferTimes | None = None
@@ -292,10 +294,10 @@ class Ring:
             if x.numel()
         ]
         if not moves:
-            return Transfer(failures, self._device, (), None)
+            return Transfer(failures, self._device, sent, (), None)
         with failures:
             if self._stream is None:
-                return Transfer(failures, self._device, dist.batch_isend_irecv(moves), None)
+                return Transfer(failures, self._device, sent, dist.batch_isend_irecv(moves), None)
             if after is not None:
                 self._stream.wait_event(after)
             times = None if self._timed is None else TransferTimes.new()
@@ -309,4 +311,4 @@ class Ring:
                 if self._timed is not None and times is not None:
                     times.end.record()
                     self._timed.append(times)
-            return Transfer(failures, self._device, work, done, times)
+            return Transfer(failures, self._device, sent, work, done, times)

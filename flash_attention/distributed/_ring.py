@@ -13,6 +13,7 @@ import torch
 from flash_attention._backward import NO_LSE, NO_SECOND
 from flash_attention._forward import _ALL_KEYS, _NO_OPTIONS, _check_flag, _options, _scale
 from flash_attention._operators import _NoBackward, refuse_tangents
+from flash_attention._states import combined
 from flash_attention.distributed._group import (
     Group,
     Ranks,
@@ -26,6 +27,7 @@ from flash_attention.distributed._placement import Placement, check_placement, s
 from flash_attention.distributed._sequences import (
     Call,
     Options,
+    Rows,
     calls_of_batch,
     calls_of_sequences,
 )
@@ -34,6 +36,7 @@ from flash_helpers.runtime.tensors import check_types, element_of, posed_problem
 
 _AXES = ("batch", "shard", "heads", "d_head")
 _PAIRS = 3  # of tensors that receive keys and values
+MOST_PARTS = 8  # of o, which are merged at once
 
 
 def ring_attention(
@@ -55,10 +58,9 @@ def ring_attention(
     """Compute `attention` on a sequence of which each rank of a group holds a shard.
 
     Keys and values travel from rank to rank. In each of as many steps as there are ranks, a rank
-    computes its queries on the keys that it holds, while the next ones arrive, and merges the
-    result into its sums by the LSE, in fp32. Each rank merges in an order of its own that never
-    changes, so that repeated calls give the same bits. On CUDA the transfers have a stream of
-    their own.
+    computes its queries on the keys that it holds, while the next ones arrive. The results are
+    merged by the LSE, in fp32. Each rank merges in an order of its own that never changes, so that
+    repeated calls give the same bits. On CUDA the transfers have a stream of their own.
 
     q: (batch, shard, heads, d_head), fp16 or bf16; the shard that `shard` cuts.
     k, v: (batch, shard, kv_heads, d_head), likewise.
@@ -77,7 +79,8 @@ def ring_attention(
         GPU there. With False, ranks that differ have undefined results, or wait for the timeout.
 
     Returns o, with the shape and dtype of q; with return_lse (o, lse). Autograd has the gradients
-    of q, k and v; those of k and v travel with their keys, in fp32. The LSE has none. Sinks are not
+    of q, k and v; those of k and v travel with their keys, and where more than two parts are added,
+    in fp32. The LSE has none. Sinks are not
     taken: without gradients, multiply o by torch.sigmoid(lse - sinks). Under torch.compile the call
     breaks the graph.
 
@@ -122,14 +125,16 @@ def ring_attention(
 class _Plan:
     """The calls of kernels that a rank makes for a call of a ring.
 
-    calls: in each step, on the keys that have arrived then. common: what all ranks share.
-    timed: the list of `timed_transfers`, which the backward pass adds to as well.
+    calls: in each step, on the keys that have arrived then. has_many_parts: whether a row of
+    queries or keys may have more than two calls, on any rank. common: what all ranks share. timed:
+    the list of `timed_transfers`, which the backward pass adds to as well.
     """
 
     ranks: Ranks
     calls: Sequence[Sequence[Call]]
     options: Options
     dim: int
+    has_many_parts: bool
     common: Mapping[str, Any]
     timed: list[TransferTimes] | None
 
@@ -197,7 +202,8 @@ def _planned(
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
     options = Options(cap, scale, flags["deterministic"])
-    return _Plan(ranks, calls, options, dim, common, transfers_to_time())
+    many = size > 2 or window not in ((None, None), (None, 0))
+    return _Plan(ranks, calls, options, dim, many, common, transfers_to_time())
 
 
 def begins_of(cu_seqlens: Sequence[int] | torch.Tensor) -> tuple[int, ...]:
@@ -306,14 +312,14 @@ def _forward(
     """Return o and LSE of this rank's queries on all keys."""
     size = plan.ranks.size
     ring = Ring(plan.ranks, q.device, plan.timed)
-    sums = _Sums(q, v, plan.dim)
+    parts = _Parts(q, v, plan.dim, sum(map(len, plan.calls)))
     keys = _Keys(ring, k, v, size)
     for step, calls in enumerate(plan.calls):
         keys.start(step)
         for call in calls:
-            sums.add(call, *call.forward(q, keys.held, plan.options))
+            call.forward(q, keys.held, plan.options, *parts.next())
         keys.finish()
-    return sums.o.to(q.dtype), sums.lse
+    return parts.merged()
 
 
 class _Keys:
@@ -350,29 +356,64 @@ class _Keys:
             self._arriving = None
 
 
-class _Sums:
-    """o and LSE of the keys so far, in fp32."""
+class _Parts:
+    """o and LSE on parts of the keys, into which kernels write, and which are merged in the end.
 
-    def __init__(self, q: torch.Tensor, v: torch.Tensor, dim: int) -> None:
+    A part of which a call writes some rows has an LSE of -inf in the others. Of more than
+    MOST_PARTS, each group is merged into sums of fp32, so that a ring of any size needs memory for
+    one group.
+    """
+
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, dim: int, count: int) -> None:
         *rows, heads, _ = q.shape
-        size = (*rows[:dim], heads, rows[dim])
-        self.o = q.new_zeros((*rows, heads, v.shape[-1]), dtype=torch.float32)
-        self.lse = q.new_full(size, -math.inf, dtype=torch.float32)
+        held = max(1, min(count, MOST_PARTS))
+        self._o = q.new_empty((held, *rows, heads, v.shape[-1]))
+        size = (held, *rows[:dim], heads, rows[dim])
+        self._lse = q.new_full(size, -math.inf, dtype=torch.float32)
+        self._used = 0
+        self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, call: Call, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge attention on other keys into the rows of a call: with w the share of its keys in
-        the sum of exponentials,
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return o and LSE of another part, to be written."""
+        if self._used == len(self._o):
+            self._merge()
+        self._used += 1
+        return self._o[self._used - 1], self._lse[self._used - 1]
 
-            w = exp(lse') / (exp(lse) + exp(lse'))      o = o + w (o' - o)
-        """
-        last = lse.ndim - 1
-        of_rows, lse_of_rows = call.rows.take(self.o, call.dim), call.rows.take(self.lse, last)
-        share = torch.sigmoid(lse - lse_of_rows)
-        share.masked_fill_(lse == -math.inf, 0.0)  # -inf less -inf is no number
-        of_rows.lerp_(o.float(), share.transpose(-1, -2)[..., None])
-        lse_of_rows.copy_(torch.logaddexp(lse_of_rows, lse))
-        call.rows.put(self.o, call.dim, of_rows)
-        call.rows.put(self.lse, last, lse_of_rows)
+    def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return o, in the dtype of the parts, and LSE on all keys, contiguous."""
+        self._merge()
+        assert self._sums is not None
+        o, lse = self._sums
+        return o.to(self._o.dtype), lse.contiguous()
+
+    def _merge(self) -> None:
+        """Merge the parts of this group, and with those before it."""
+        used = max(1, self._used)
+        given = self._o[:used], self._lse[:used].transpose(-1, -2)
+        o, lse = combined(*given, 0, ("o", "lse"), base_2=False, dtype=self._o.dtype)
+        found = o, lse.transpose(-1, -2)
+        if self._sums is None:
+            self._sums = found
+        else:
+            self._sums = _merged_two(self._sums, found)
+        self._lse.fill_(-math.inf)
+        self._used = 0
+
+
+def _merged_two(
+    sums: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o, in fp32, and LSE on the keys of both: with w the share of the other's keys in the
+    sum of exponentials,
+
+        w = exp(lse') / (exp(lse) + exp(lse'))      o + w (o' - o)
+    """
+    (o, lse), (of_other, lse_of_other) = sums, other
+    share = torch.sigmoid(lse_of_other - lse)
+    share.masked_fill_(lse_of_other == -math.inf, 0.0)  # -inf less -inf is no number
+    of_both = o.float().lerp_(of_other.float(), share.transpose(-1, -2)[..., None])
+    return of_both, torch.logaddexp(lse, lse_of_other)
 
 
 def _backward(
@@ -381,35 +422,78 @@ def _backward(
     """Return the gradients of this rank's q, k and v. tensors: do, q, k, v, o and lse.
 
     In step t the keys of rank r - t are here, and the sums of their gradients arrive from the rank
-    that had them in step t - 1. A last hop brings the sums to the rank of their keys.
+    that had them in step t - 1. A last hop brings the sums to the rank of their keys, rounded as
+    that rank would round them.
     """
     do, q, k, v, o, lse = tensors
-    size, dim = plan.ranks.size, plan.dim
+    size = plan.ranks.size
     options = plan.options
     if torch.are_deterministic_algorithms_enabled():
         options = replace(options, deterministic=True)
     ring = Ring(plan.ranks, q.device, plan.timed)
     given = do, q, o, lse
-    dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     keys = _Keys(ring, k, v, size)
-    sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in keys.held)
-    spare = tuple(torch.empty_like(x) for x in sums) if size > 1 else sums
+    dq = _Sum(q, plan)
+    sums = tuple(_Sum(x, plan) for x in keys.held)
     name = "gradients of keys and values"
     for step, calls in enumerate(plan.calls):
         keys.start(step)
-        of_sums = None
-        if step > 0:
-            of_sums = ring.pass_on(sums, spare, ring.mark(), name, step)
-            sums, spare = spare, sums
+        arriving = _pass_on(ring, sums, name, step) if step > 0 else None
         found = [(call, call.backward(given, keys.held, options)) for call in calls]
-        if of_sums is not None:
-            of_sums.wait()
-        for call, (of_q, of_k, of_v) in found:
-            call.rows.add(dq, dim, of_q)
-            for sum_, part in zip(sums, (of_k, of_v), strict=True):
-                call.keys.add(sum_, dim, part)
+        if arriving is not None:
+            arriving.wait()
+        for call, (of_q, *of_keys) in found:
+            dq.add(call.rows, of_q)
+            for sum_, part in zip(sums, of_keys, strict=True):
+                sum_.add(call.keys, part)
         keys.finish()
+    for sum_ in sums:
+        sum_.round()
     if size > 1:
-        ring.pass_on(sums, spare, ring.mark(), name, size).wait()
-        sums = spare
-    return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)
+        _pass_on(ring, sums, name, size).wait()
+    dk, dv = (sum_.value for sum_ in sums)
+    dq.round()
+    return dq.value, dk, dv
+
+
+class _Sum:
+    """A sum of gradients of some rows of a tensor.
+
+    Where a row has two parts at most, the sum has the dtype of its parts, in which one addition
+    rounds as fp32 and a conversion in the end would. Otherwise it is fp32.
+    """
+
+    def __init__(self, like: torch.Tensor, plan: _Plan) -> None:
+        self._like, self._dim = like, plan.dim
+        self._dtype = torch.float32 if plan.has_many_parts else like.dtype
+        self._value: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The sum, contiguous; 0 where there is no part."""
+        if self._value is None:
+            layout = torch.contiguous_format
+            self._value = torch.zeros_like(self._like, dtype=self._dtype, memory_format=layout)
+        return self._value
+
+    def add(self, rows: Rows, part: torch.Tensor) -> None:
+        """Add a part of some rows, which is not needed behind the call."""
+        if self._value is None and rows.is_all:
+            self._value = part.to(self._dtype).contiguous()
+        else:
+            rows.add(self.value, self._dim, part)
+
+    def replace(self) -> torch.Tensor:
+        """Return memory for another sum, which takes the place of this one."""
+        self._value = torch.empty_like(self.value)
+        return self._value
+
+    def round(self) -> None:
+        """Convert the sum to the dtype of its tensor."""
+        self._value = self.value.to(self._like.dtype)
+
+
+def _pass_on(ring: Ring, sums: Sequence[_Sum], name: str, step: int) -> Transfer:
+    """Start to send sums, in whose place others arrive."""
+    sent = [sum_.value for sum_ in sums]
+    return ring.pass_on(sent, [sum_.replace() for sum_ in sums], ring.mark(), name, step)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flash_attention._backward import gradients
-from flash_attention._forward import attention
+from flash_attention._forward import attention_into
 from flash_attention._varlen import varlen_attention
 from flash_attention.distributed._pieces import Piece
 
@@ -29,7 +29,7 @@ class Rows:
 
     def __init__(self, total: int, begin: int, end: int, index: torch.Tensor | None = None) -> None:
         self._range = begin, end
-        self._is_all = index is None and (begin, end) == (0, total)
+        self.is_all = index is None and (begin, end) == (0, total)
         self._index = index
 
     def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -37,18 +37,21 @@ class Rows:
         if self._index is not None:
             return x.index_select(dim, self._index)
         begin, end = self._range
-        return x if self._is_all else x.narrow(dim, begin, end - begin)
+        return x if self.is_all else x.narrow(dim, begin, end - begin)
 
-    def put(self, x: torch.Tensor, dim: int, taken: torch.Tensor) -> None:
-        """Write what `take` returned, and what was changed in place, back into a tensor."""
+    def put(self, x: torch.Tensor, dim: int, rows: torch.Tensor) -> None:
+        """Write these rows of a tensor."""
         if self._index is not None:
-            x.index_copy_(dim, self._index, taken)
+            x.index_copy_(dim, self._index, rows)
+        else:
+            self.take(x, dim).copy_(rows)
 
     def add(self, x: torch.Tensor, dim: int, rows: torch.Tensor) -> None:
         """Add to these rows of a tensor."""
-        taken = self.take(x, dim)
-        taken += rows
-        self.put(x, dim, taken)
+        if self._index is not None:
+            self.put(x, dim, self.take(x, dim).add_(rows))
+        else:
+            self.take(x, dim).add_(rows)
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,15 @@ class Call:
         return left, right
 
     def forward(
-        self, q: torch.Tensor, held: Sequence[torch.Tensor], options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return o and LSE of the piece's rows on its keys. q: of the whole shard. held: k and v,
-        likewise."""
+        self,
+        q: torch.Tensor,
+        held: Sequence[torch.Tensor],
+        options: Options,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Write o and LSE of the piece's rows on its keys. q, o, lse: of the whole shard. held: k
+        and v, likewise."""
         q = self.rows.take(q, self.dim)
         k, v = (self.keys.take(x, self.dim) for x in held)
         asked: dict[str, Any] = {
@@ -96,14 +104,14 @@ class Call:
             "window_size": self._window,
             "softcap": options.softcap,
             "softmax_scale": options.softmax_scale,
-            "return_lse": True,
         }
         if (own := self.lengths) is None:
-            return attention(q, k, v, **asked)  # type: ignore[return-value]
-        found = varlen_attention(
-            *(q, k, v, own.begins_q, own.begins_k, own.longest_q, own.longest_k), **asked
-        )
-        return found  # type: ignore[return-value]
+            of_rows = attention_into(q, k, v, self.rows.take(o, self.dim), **asked)
+        else:
+            lengths = own.begins_q, own.begins_k, own.longest_q, own.longest_k
+            found, of_rows = varlen_attention(q, k, v, *lengths, **asked, return_lse=True)
+            self.rows.put(o, self.dim, found)
+        self.rows.put(lse, lse.ndim - 1, of_rows)
 
     def backward(
         self,

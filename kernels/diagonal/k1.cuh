@@ -20,8 +20,11 @@
 // twice the bytes in flight, 70% at 4096.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of a[:, None] *
+// B in the harmonic mean over widths. 8 warps: 1,249, 0.57. Cost: 16 registers per thread, 0 bytes
+// of shared memory per block, 8 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 30% of a copy's speed from a width of 256 on, on an H200, and 10% at 64.
 //
 // Phases: 1 the element, 2 C = a · B.
 

@@ -21,8 +21,11 @@
 // Expected on an H100 at this size: 5 ms; x and W, 67 MB, are read at 0.4% of 3.35 TB/s.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at features 4096, and share of
+// F.linear(x, W, b).sum(-1) in the harmonic mean over features. 8 warps: 10, 0.03. Cost: 47
+// registers per thread, 8 KiB of shared memory per block, 5 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 6.6 ms at 4096 on an H200, 36 times PyTorch's time.
 //
 // Phases of product_kernel: 1 tiles of x and W, 2 P += x @ W^T, 3 P to memory.
 

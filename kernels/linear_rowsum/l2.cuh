@@ -15,8 +15,12 @@
 // Expected: 20 µs less of 5 ms, within noise.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at features 4096, and share of
+// F.linear(x, W, b).sum(-1) in the harmonic mean over features. 8 warps: 10, 0.03. Cost: 63
+// registers per thread, 8 KiB of shared memory per block, 4 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 4% slower than l1 on an H200, not 20 us faster: the sum takes registers, and a block of
+// five.
 //
 // Phases of product_kernel: 1 tiles of x and W, 2 P += x @ W^T, 3 sums of P's rows.
 

@@ -16,8 +16,12 @@
 // Expected at 4096 x 4096 x 4096: 38 µs instead of 60; 53% of 3.35 TB/s.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at features 4096, and share of
+// F.linear(x, W, b).sum(-1) in the harmonic mean over features. 8 warps: 2,667, 5.10. Cost: 57
+// registers per thread, 8 KiB of shared memory per block, 4 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 25 us at 4096 on an H200, 29% less than l3; 11% more at 1024, where launches are most of
+// it.
 //
 // Phases: as l3.
 

@@ -31,8 +31,11 @@
 // most 50% at 131072.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// layer_norm or rms_norm in the harmonic mean over widths. 8 warps: 2,321, 0.76. Cost: 32
+// registers per thread, 64 bytes of shared memory per block, 8 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 55% of a copy's speed at a width of 4096 on an H200, and 31% at 131072.
 //
 // Phases: 1 mean, 2 rstd, 3 y.
 

@@ -22,8 +22,11 @@
 // thread, 2048 in bf16 for 8 warps, leave threads without work: slower than n1 there.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// layer_norm or rms_norm in the harmonic mean over widths. 8 warps: 3,022, 0.74. Cost: 32
+// registers per thread, 64 bytes of shared memory per block, 8 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 30% faster than n1 at a width of 4096 on an H200, and 47% at 8192; 23% slower at 64.
 //
 // Phases: as n1.
 

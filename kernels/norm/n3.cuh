@@ -20,8 +20,12 @@
 // per element are 7.75 instead of 8.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// layer_norm or rms_norm in the harmonic mean over widths. 8 warps: 3,051, 0.46. Cost: 52
+// registers per thread, 64 bytes of shared memory per block, 4 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 95% of a copy's speed at a width of 8192 on an H200, which its registers hold; half of
+// n2's at 64.
 //
 // Phases: 1 x to registers, 2 mean, 3 rstd, 4 y.
 

@@ -1,14 +1,17 @@
 """Which keys a rank's queries see in another rank's shard, by the pieces of the mask and by the
-positions that the ranks hold."""
+positions that the ranks hold; and the sums of what is computed on them."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flash_attention.distributed import _ring
 from flash_attention.distributed._pieces import Piece, band, pieces_of
 from flash_attention.distributed._placement import (
     PLACEMENTS,
@@ -18,6 +21,7 @@ from flash_attention.distributed._placement import (
     rows_held,
     shard_length,
 )
+from flash_attention.distributed._sequences import Rows
 
 WINDOWS = [*product((None, 0, 1, 3, 7, 40), (None, 0, 1, 2, 5, 40))]
 
@@ -112,3 +116,45 @@ def test_a_length_that_does_not_divide_says_how_much_to_pad() -> None:
         shard_length(10, 2, "zigzag")
     with pytest.raises(ValueError, match=r"sequence 1 has length 3, .* multiple of 2"):
         rows_held(0, 2, (0, 4, 7), "striped")
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_parts_are_merged_in_groups_as_all_at_once(held: int, count: int, monkeypatch) -> None:
+    monkeypatch.setattr(_ring, "MOST_PARTS", held)
+    generator = torch.Generator().manual_seed(count)
+    q = torch.empty(2, 6, 3, 8, dtype=torch.bfloat16)
+    parts = _ring._Parts(q, q, 1, count)
+    o = torch.randn(count, 2, 6, 3, 8, generator=generator).bfloat16()
+    lse = 3 * torch.randn(count, 2, 3, 6, generator=generator)
+    lse[0, :, :, :2] = lse[:, :, :, -1] = -math.inf  # rows of one part, and of none
+    for n in range(count):
+        for into, values in zip(parts.next(), (o[n], lse[n]), strict=True):
+            into.copy_(values)
+    found, of_all = parts.merged()
+    wanted = lse.double().logsumexp(0)
+    weights = (lse.double() - wanted).exp().nan_to_num(0.0)
+    expected = (weights.transpose(-1, -2)[..., None] * o.double()).sum(0)
+    torch.testing.assert_close(of_all.double(), wanted, rtol=1e-6, atol=1e-6)
+    # each element is rounded by its group, and in the end
+    torch.testing.assert_close(found.double(), expected, rtol=2.0**-7, atol=2.0**-9)
+    assert found.dtype == q.dtype and found.is_contiguous() and of_all.is_contiguous()
+
+
+def test_two_parts_in_16_bits_have_the_sum_of_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(1, 64, 2, 8, generator=generator).bfloat16() for _ in range(2))
+    rows, half = Rows(64, 0, 64), Rows(64, 0, 32)
+    wanted = one.float()
+    wanted[:, :32] += other[:, :32].float()
+    for has_many_parts in (False, True):
+        plan = SimpleNamespace(dim=1, has_many_parts=has_many_parts)
+        found = _ring._Sum(one, plan)
+        found.add(rows, one.clone())
+        found.add(half, other[:, :32])
+        assert found.value.dtype == (torch.float32 if has_many_parts else torch.bfloat16)
+        found.round()
+        assert torch.equal(found.value, wanted.bfloat16())

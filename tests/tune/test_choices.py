@@ -125,6 +125,20 @@ def test_a_problem_is_told_in_a_line(measured) -> None:
     assert text.endswith("; pytorch_cudnn failed: none")
 
 
+def test_the_table_has_the_share_of_a_copy_where_it_is_measured() -> None:
+    (file,) = [file for file in FILES if file.problems[0].asked.operation == "rows"]
+    first = next(m for m in file.problems if m.group == "softmax_bf16")
+    (ms, *_), copy, torch = (
+        first.kernels.values(),
+        first.libraries["copy"],
+        first.libraries["pytorch"],
+    )
+    table = grid_tables(FILES, config_for, ["softmax_bf16"])
+    header, (row,) = table.splitlines()[0], [x for x in table.splitlines() if str(first.asked) in x]
+    assert header.endswith("| ratio | of copy |")
+    assert row.endswith(f"| {torch / ms:.2f} | {copy / ms:.2f} |")
+
+
 def test_the_table_has_the_speed_of_what_is_taken(measured) -> None:
     table = grid_tables([measured], lambda problem, _: measured.ranked(problem, H100)[0], ["usual"])
     (row,) = [line for line in table.splitlines() if line.startswith(f"| {SHORT} ")]

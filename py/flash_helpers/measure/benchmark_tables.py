@@ -293,7 +293,7 @@ def report_text(results: BenchmarkResults) -> str:
 
 def _sizes_word(results: BenchmarkResults) -> str:
     """The word for the sizes: lengths, widths."""
-    return f"{results.operation.size_word}s"
+    return results.operation.sizes_title.split()[-1]
 
 
 def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
@@ -506,7 +506,7 @@ def _rate_of_first(results: BenchmarkResults, dtype: str, load: str) -> float | 
 def _legend(results: BenchmarkResults, dtype: str) -> str:
     lengths, first = results.sizes, results.first_short
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-    swept = f"{results.operation.size_title}s"
+    swept = results.operation.sizes_title
     same_tile = " at the same tile" if _has_tiles(results, dtype) else ""
     title = results.operation.libraries[results.first]
     sentences = [

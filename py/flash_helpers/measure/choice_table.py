@@ -1,4 +1,5 @@
-"""Tables of `attention()`: the steps that it takes, and its speed on the grid of problems."""
+"""Tables of what calls take that name no kernel: the steps that `attention()` takes, and the speed
+of what is taken on an operation's grid of problems."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flash_helpers.console.tables import Table
+from flash_helpers.console.tables import Table, number
 from flash_helpers.gpu import Device, largest_device
-from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, Element
+from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, AttentionForward, Config, Element
 from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.registry.operation import Operation
+from flash_helpers.registry.selection import names_of
 from flash_helpers.tune.choices import Choices, MeasuredProblem
 
 REFUSED = "refused"
@@ -72,43 +75,42 @@ def _taken(choose: Choose, d_head: int, d_v: int, gpu: Device | None) -> str:
 
 
 def grid_tables(found: Sequence[Choices], choose: Choose, groups: Sequence[str]) -> str:
-    """Markdown of the speed of what `choose` takes beside the libraries, on groups of the grid: a
+    """Markdown of the speed of what `choose` takes beside the libraries, on groups of a grid: a
     table for each group and GPU."""
     parts = []
     for file in found:
-        for group in groups:
-            own = [measured for measured in file.problems if measured.group == group]
-            if own:
-                parts.append(_grid_table(file, own, choose))
-        parts.append(_how(file))
+        of_group = [[m for m in file.problems if m.group == group] for group in groups]
+        tables = [_grid_table(file, own, choose) for own in of_group if own]
+        parts += [*tables, _how(file)] if tables else []
     return "\n\n".join(parts)
 
 
 def _grid_table(file: Choices, problems: Sequence[MeasuredProblem], choose: Choose) -> str:
-    libraries = {name: OPERATION.short_name(name) for m in problems for name in m.libraries}
+    """A row for each problem: the ratio is that to the fastest library, and a copy is none."""
+    operation = OPERATIONS[problems[0].asked.operation]
+    libraries = {name: operation.short_name(name) for m in problems for name in m.libraries}
+    configs = [choose(measured.asked, file.provenance.device) for measured in problems]
+    names = [config.step.id for config in configs]
+    if len({*names}) == 1:
+        names = names_of(configs)
     rows = []
-    for measured in problems:
-        config = choose(measured.asked, file.provenance.device)
+    for measured, config, name in zip(problems, configs, names, strict=True):
         ms = measured.kernels[config.short_form()]
-        others = [measured.libraries.get(name) for name in libraries]
-        ratio = min(measured.libraries.values()) / ms if measured.libraries else None
-        rows.append(
-            [
-                str(measured.asked),
-                config.step.id,
-                *(_speed(measured, time) for time in (ms, *others)),
-                f"{ratio:.2f}" if ratio else "",
-            ]
-        )
-    unit = OPERATION.metric.unit
-    header = ["problem", "step", f"`attention()`, {unit}", *libraries.values(), "ratio"]
+        others = [measured.libraries.get(library) for library in libraries]
+        rivals = [ms for name, ms in measured.libraries.items() if name != operation.ceiling]
+        speeds = [_speed(operation, measured, time) for time in (ms, *others)]
+        row = [str(measured.asked), name, *speeds, f"{min(rivals) / ms:.2f}" if rivals else ""]
+        if ceiling := measured.libraries.get(operation.ceiling):
+            row.append(f"{ceiling / ms:.2f}")
+        rows.append(row)
+    unit = operation.metric.unit
+    header = ["problem", "kernel", f"ours, {unit}", *libraries.values(), "ratio"]
+    header += [f"of {operation.short_name(operation.ceiling)}"] if operation.ceiling else []
     return Table(header, rows, "ll").markdown()
 
 
-def _speed(measured: MeasuredProblem, ms: float | None) -> str:
-    if ms is None:
-        return ""
-    return f"{OPERATION.metric.speed(measured.asked, ms):.0f}"
+def _speed(operation: Operation, measured: MeasuredProblem, ms: float | None) -> str:
+    return "" if ms is None else number(operation.metric.speed(measured.asked, ms), 0)
 
 
 def _how(file: Choices) -> str:

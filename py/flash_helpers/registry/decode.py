@@ -38,7 +38,7 @@ from flash_helpers.registry.decode_arguments import (
     most_pieces,
     option_values,
 )
-from flash_helpers.registry.family import HELD_BACK, LAST_RESORT, Family, StepEntry
+from flash_helpers.registry.family import LAST_RESORT, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -431,7 +431,7 @@ DECODE_FAMILY = Family(
             "pieces",
             "pieces of a sequence's keys have thread blocks, which a second kernel adds up",
             _file(5),
-            traits=frozenset({PIECES}),
+            traits=frozenset({PIECES, LAST_RESORT}),  # for calls that ask for `pieces`
         ),
         StepEntry(
             "shares",
@@ -439,13 +439,13 @@ DECODE_FAMILY = Family(
             _file(6),
             sets={"slots": 3},
             opens={"warpgroups": (1,)},
-            traits=frozenset({SHARES, HELD_BACK}),
+            traits=frozenset({SHARES}),
         ),
         StepEntry(
             "programmatic_launches",
             "a call begins while the one before ends, and waits for it on the device",
             _file(7),
-            traits=frozenset({PROGRAMMATIC, HELD_BACK}),
+            traits=frozenset({PROGRAMMATIC}),
         ),
         StepEntry(
             "fixed_pieces",

@@ -179,13 +179,13 @@ class Family(Generic[C]):
         """The steps that a call takes which names no kernel, if no measurement speaks for another.
 
         The first is the last that is neither held back nor a last resort. If its bits differ from
-        call to call, the last of these whose bits do not is behind it. The last step that is a last
-        resort stands behind both.
+        call to call, the last of these whose bits do not is behind it. The steps that are a last
+        resort stand behind both, the newest first.
         """
         ready = [step for step in self.steps.values() if not step.traits & _OF_ONE_STEP]
         deterministic = [step for step in ready if step.is_deterministic]
         resort = [step for step in self.steps.values() if LAST_RESORT in step.traits]
-        return tuple(dict.fromkeys((*ready[-1:], *deterministic[-1:], *resort[-1:])))
+        return tuple(dict.fromkeys((*ready[-1:], *deterministic[-1:], *reversed(resort))))
 
     def fixed_config(self, step: Step, dtype: Element) -> C:
         """Return the config with which the progression shows a step."""

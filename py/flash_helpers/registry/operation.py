@@ -100,6 +100,11 @@ class Operation:
         return self.size_title.split()[-1]
 
     @property
+    def sizes_title(self) -> str:
+        """The title of several sizes, such as "sequence lengths"."""
+        return self.size_title.removesuffix("s") + "s"
+
+    @property
     def first(self) -> str:
         """The library that is 100%."""
         return next(iter(self.libraries))

@@ -12,7 +12,7 @@ from flash_helpers.operations.rows import OPERATION
 from flash_helpers.operations.rows.supports import RowsSupports
 from flash_helpers.registry.call import INT, LONG, POINTER, StructLayout
 from flash_helpers.registry.config import element, number
-from flash_helpers.registry.family import CORE, HELD_BACK, Family, StepEntry
+from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import (
     ROW_IN_REGISTERS,
@@ -107,7 +107,7 @@ SOFTMAX = Family(
             _file(4),
             sets={"n_warps": 4, "row_threads": 32},
             opens={"n_warps": (4, 16), "row_threads": (8, 16, 32, 64, 128, 256, 512)},
-            traits=frozenset({ROW_THREADS, HELD_BACK}),
+            traits=frozenset({ROW_THREADS}),
         ),
     ),
     targets=("80", "86", "89", "90"),

@@ -115,15 +115,16 @@ def test_a_launch_has_as_many_thread_blocks_as_room_and_window_have_pieces(famil
 class TestChoice:
     H100 = largest_device(90)
 
-    def test_of_a_call_with_keys_per_piece_is_the_step_that_takes_it(self):
-        for gpu, usual, fixed in ((None, "c4", "c5"), (self.H100, "d5", "d8")):
-            for options, step in (
-                ({}, usual),
-                ({"pieces": 2}, usual),
-                ({"keys_per_piece": 64}, fixed),
-            ):
-                found = config_for(Decode(2, 8, len_k=300, **options), gpu)
-                assert found.step.id == step
+    @pytest.mark.parametrize(
+        ("options", "on_cpu", "on_hopper"),
+        [({}, "c4", "d7"), ({"pieces": 2}, "c4", "d5"), ({"keys_per_piece": 64}, "c5", "d8")],
+    )
+    def test_of_a_call_that_asks_for_pieces_is_the_step_that_takes_them(
+        self, options, on_cpu, on_hopper
+    ):
+        problem = Decode(2, 8, len_k=300, **options)
+        found = [config_for(problem, gpu).step.id for gpu in (None, self.H100)]
+        assert found == [on_cpu, on_hopper]
 
     def test_is_made_for_the_same_problem_whatever_depends_on_the_batch(self):
         usual = {"heads": 8, "kv_heads": 2, "len_q": 2}

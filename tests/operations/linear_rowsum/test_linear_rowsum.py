@@ -100,6 +100,19 @@ def test_pytorch_is_within_the_bound_and_a_row_without_the_bias_is_not(
             assert not measure_error(y, expected).within(bound)
 
 
+def test_a_sum_beyond_the_range_of_the_dtype_is_infinite() -> None:
+    ones = torch.ones(3, 500, dtype=torch.float16)
+    ones[1] = 0.5
+    wanted = reference(
+        LinearRowsum(3, 500, 200, Element.FP16), {"x": ones, "weight": ones[:1].expand(200, -1)}
+    )
+    assert wanted.expected["y"].tolist() == [math.inf, 50000.0, math.inf]
+    y = torch.tensor([math.inf, 50000.0, math.inf], dtype=torch.float16)
+    assert measure_error(y, wanted.expected["y"]).within(wanted.bounds["y"])
+    y[0] = 65504.0
+    assert not measure_error(y, wanted.expected["y"]).within(wanted.bounds["y"])
+
+
 def test_a_copy_moves_as_many_bytes_as_x_and_w_have() -> None:
     problem = LinearRowsum(6, 10, 4)
     assert run("copy", problem, draw("normal", problem))["y"].shape == (3, 10)

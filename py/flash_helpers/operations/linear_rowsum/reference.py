@@ -9,7 +9,8 @@ the rule for all operations holds, with F.linear(x, W, b).sum(-1) as `plain`:
 F.linear rounds each output before the sum. Where outputs cancel, the errors of this rounding exceed
 u ||R||, and a kernel that rounds likewise has errors of the same size: the second bound allows for
 twice plain's. Elements of plain that overflow, which fp16 can, allow nothing. Rows whose R is not
-finite must have the same NaN or infinity (`absolute_errors`), and set no bound.
+finite, or is beyond the dtype, must have the same NaN or infinity (`absolute_errors`), and set no
+bound.
 
 In fp32 nothing is rounded to a lower precision, and the errors of the sums decide: `fp32_bound`.
 """
@@ -33,6 +34,13 @@ def linear_rowsum_float64(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     x, weight = inputs["x"].double(), inputs["weight"].double()
     y = x @ weight.sum(0)
     return y + inputs["bias"].double().sum() if "bias" in inputs else y
+
+
+def _in_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values with an infinity for those that a dtype rounds to one, as fp16 does from 65520
+    on."""
+    rounded = values.to(dtype)
+    return torch.where(rounded.isinf(), rounded.double(), values)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
@@ -68,8 +76,8 @@ def fp32_bound(inputs: Mapping[str, torch.Tensor], expected: torch.Tensor) -> Ou
 def linear_rowsum_reference(inputs: Mapping[str, torch.Tensor]) -> Reference:
     """Return the float64 result of x, weight and perhaps bias, by name, and the bound that the
     module's rules give for their dtype."""
-    expected = linear_rowsum_float64(inputs)
     dtype = inputs["x"].dtype
+    expected = _in_range(linear_rowsum_float64(inputs), dtype)
     if dtype == torch.float32:
         return Reference({"y": expected}, {"y": fp32_bound(inputs, expected)})
     x, weight = inputs["x"], inputs["weight"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from flash_helpers.measure.compiled import compiled
 from flash_helpers.operations.merge.problem import Merge
 
 PACKAGES: Mapping[str, Any] = MappingProxyType({})
@@ -40,10 +41,7 @@ def plain(
     return found.to(o.dtype), of_all
 
 
-@functools.cache
-def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    # one graph per shape, since sizes that are known when it is made give the fastest code
-    return torch.compile(plain, dynamic=False)
+_compiled = functools.cache(lambda: compiled(plain))
 
 
 def run(

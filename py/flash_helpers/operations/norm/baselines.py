@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from flash_helpers.measure.compiled import compiled
 from flash_helpers.operations.norm.problem import Norm
 
 PACKAGES: Mapping[str, Any] = MappingProxyType({})
@@ -30,10 +31,7 @@ def plain(
     return y if bias is None else (y.float() + bias.float()).to(x.dtype)
 
 
-@functools.cache
-def _compiled() -> Callable[..., torch.Tensor]:
-    # one graph per shape, since widths that are known when it is made give the fastest code
-    return torch.compile(plain, dynamic=False)
+_compiled = functools.cache(lambda: compiled(plain))
 
 
 def run(

@@ -11,7 +11,7 @@ from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import GRID_WIDTHS, Fields, competing_shapes, octaves
 
 GROUPS = {
-    f"{'rms' if rms else 'layer'}_{dtype.short}": tuple(
+    f"{'rms' if rms else 'layer'}_norm_{dtype.short}": tuple(
         replace(measured(width, rms), dtype=dtype) for width in GRID_WIDTHS
     )
     for rms in (False, True)

@@ -11,7 +11,7 @@ from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import GRID_WIDTHS, Fields, competing_shapes, octaves
 
 GROUPS = {
-    dtype.short: tuple(replace(measured(width), dtype=dtype) for width in GRID_WIDTHS)
+    f"softmax_{dtype.short}": tuple(replace(measured(width), dtype=dtype) for width in GRID_WIDTHS)
     for dtype in (Element.BF16, Element.FP32)
 }
 MOST_THREADS = 512  # of a row

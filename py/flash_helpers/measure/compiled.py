@@ -1,0 +1,21 @@
+"""torch.compile as a library that kernels are measured beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MOST_SHAPES = 1000
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch.compile of a function, with a graph for each shape, since sizes that are known
+    when it is made give the fastest code. PyTorch by itself gives up after 8 shapes, and runs the
+    function's operators one by one."""
+    import torch._dynamo.config as limits  # late, since it takes time
+
+    limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_SHAPES)
+    return torch.compile(function, dynamic=False)
