@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flash_attention.distributed._peers import Peers, Place, bytes_of, peers_of
+
 Group = dist.ProcessGroup | DeviceMesh | None
 _REFUSED = "refused"  # whether a rank has refused its arguments
 
@@ -253,14 +255,34 @@ class Ring:
     """Transfers to the next rank from the one before it, on a stream of their own.
 
     They begin in order, each after a mark of the stream of the kernels. Kernels that are launched
-    behind the mark run beside the transfer.
+    behind the mark run beside the transfer. Between GPUs of one host the copy engines move the
+    tensors (`peers_of`), elsewhere the backend of the group does.
+
+    likes: groups of tensors; `places` are as many, for tensors of their shapes and dtypes to arrive
+    in.
     """
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, timed: list[TransferTimes] | None = None
+        self,
+        ranks: Ranks,
+        likes: Sequence[Sequence[torch.Tensor]],
+        device: torch.device,
+        timed: list[TransferTimes] | None = None,
     ) -> None:
         self._ranks, self._device, self._timed = ranks, device, timed
         self._stream = _stream(device) if device.type == "cuda" else None
+        self._peers: Peers | None = None
+        if self._stream is not None and ranks.size > 1:
+            self._peers = peers_of(ranks.group, device, bytes_of(likes))
+        if self._peers is not None and self._stream is not None:
+            self.places = self._peers.places(likes)
+            if self._peers.last_use is not None:  # perhaps on another stream
+                self._stream.wait_event(self._peers.last_use)
+        else:
+            self.places = [
+                Place(tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in group))
+                for group in likes
+            ]
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event behind all that the current stream holds now; None on the CPU, which
@@ -269,42 +291,55 @@ class Ring:
             return None
         return torch.cuda.current_stream(self._device).record_event()
 
+    def end(self) -> None:
+        """Note that nothing which is launched later reads the places of this ring."""
+        if self._peers is not None:
+            self._peers.last_use = self.mark()
+
     def pass_on(
         self,
         sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
+        place: Place,
         after: torch.cuda.Event | None,
         what: str,
         step: int,
     ) -> Transfer:
-        """Start to send tensors, contiguous ones, and to receive as many. after: a mark, behind the
-        kernels that make `sent` and those that read `received`. what, step: for messages."""
+        """Start to send tensors, contiguous ones, and to receive as many in a place. after: a mark,
+        behind the kernels that make `sent` and those that read the place. what, step: for
+        messages."""
         ranks = self._ranks
         following, preceding = ((ranks.rank + n) % ranks.size for n in (1, -1))
         failures = ranks.failures(
             f"exchange {what} with ranks {preceding} and {following} in step {step} of {ranks.size}"
         )
-        moves = [
-            dist.P2POp(move, x, dist.get_global_rank(ranks.group, peer), ranks.group)
-            for move, tensors, peer in (
-                (dist.isend, sent, following),
-                (dist.irecv, received, preceding),
-            )
-            for x in tensors
-            if x.numel()
-        ]
-        if not moves:
+        if not any(x.numel() for x in sent):
             return Transfer(failures, self._device, sent, (), None)
+
+        def move() -> Sequence[dist.Work]:
+            if self._peers is not None:
+                self._peers.copy(sent, place)
+                return ()
+            moves = [
+                dist.P2POp(move, x, dist.get_global_rank(ranks.group, peer), ranks.group)
+                for move, tensors, peer in (
+                    (dist.isend, sent, following),
+                    (dist.irecv, place.own, preceding),
+                )
+                for x in tensors
+                if x.numel()
+            ]
+            return dist.batch_isend_irecv(moves)
+
         with failures:
             if self._stream is None:
-                return Transfer(failures, self._device, sent, dist.batch_isend_irecv(moves), None)
+                return Transfer(failures, self._device, sent, move(), None)
             if after is not None:
                 self._stream.wait_event(after)
             times = None if self._timed is None else TransferTimes.new()
             with torch.cuda.stream(self._stream):
                 if times is not None:
                     times.begin.record()
-                work = dist.batch_isend_irecv(moves)
+                work = move()
                 for each in work:
                     each.wait()  # the stream does; the host does not
                 done = self._stream.record_event()

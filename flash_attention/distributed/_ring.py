@@ -22,6 +22,7 @@ from flash_attention.distributed._group import (
     TransferTimes,
     transfers_to_time,
 )
+from flash_attention.distributed._peers import Place
 from flash_attention.distributed._pieces import Bound, pieces_of
 from flash_attention.distributed._placement import Placement, check_placement, shard_length
 from flash_attention.distributed._sequences import (
@@ -36,6 +37,7 @@ from flash_helpers.runtime.tensors import check_types, element_of, posed_problem
 
 _AXES = ("batch", "shard", "heads", "d_head")
 _PAIRS = 3  # of tensors that receive keys and values
+_PAIRS_OF_SUMS = 2  # of tensors that receive sums, while others are sent
 MOST_PARTS = 8  # of o, which are merged at once
 
 
@@ -311,7 +313,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and LSE of this rank's queries on all keys."""
     size = plan.ranks.size
-    ring = Ring(plan.ranks, q.device, plan.timed)
+    ring = Ring(plan.ranks, _Keys.likes(k, v, size), q.device, plan.timed)
     parts = _Parts(q, v, plan.dim, sum(map(len, plan.calls)))
     keys = _Keys(ring, k, v, size)
     for step, calls in enumerate(plan.calls):
@@ -319,6 +321,7 @@ def _forward(
         for call in calls:
             call.forward(q, keys.held, plan.options, *parts.next())
         keys.finish()
+    ring.end()
     return parts.merged()
 
 
@@ -327,32 +330,37 @@ class _Keys:
 
     The keys of step t + 1 arrive in one of three pairs of tensors, of which the kernels of step
     t - 2 were the last to read. So a transfer is ready before the kernels of step t - 1 end, and
-    need not win a race against those of step t: NCCL's kernels take SMs, and a kernel of attention
-    that begins first takes all.
+    need not win a race against those of step t: NCCL's kernels take SMs, as barriers around copies
+    do, and a kernel of attention that begins first takes all.
     """
 
     def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor, size: int) -> None:
         self.held: tuple[torch.Tensor, ...] = (k.contiguous(), v.contiguous())
         self._ring, self._size = ring, size
-        count = min(_PAIRS, size - 1)
-        self._pairs = [tuple(torch.empty_like(x) for x in self.held) for _ in range(count)]
-        self._arriving: tuple[Transfer, tuple[torch.Tensor, ...]] | None = None
+        self._arriving: tuple[Transfer, Place] | None = None
         self._marks = [ring.mark()]  # before step 0, and behind the kernels of each step
+
+    @staticmethod
+    def likes(k: torch.Tensor, v: torch.Tensor, size: int) -> list[Sequence[torch.Tensor]]:
+        """Return pairs of the shapes and dtypes that a ring of so many ranks needs places for: its
+        first ones."""
+        return [(k, v)] * min(_PAIRS, size - 1)
 
     def start(self, step: int) -> None:
         """Start to send the keys of a step, and to receive those of the next one, if there is
         one."""
         if step + 1 < self._size:
-            pair, mark = self._pairs[step % _PAIRS], self._marks[max(0, step - 1)]
-            transfer = self._ring.pass_on(self.held, pair, mark, "keys and values", step)
-            self._arriving = transfer, pair
+            place, mark = self._ring.places[step % _PAIRS], self._marks[max(0, step - 1)]
+            transfer = self._ring.pass_on(self.held, place, mark, "keys and values", step)
+            self._arriving = transfer, place
 
     def finish(self) -> None:
         """Hold the keys of the next step, when the kernels of this one have been launched."""
         self._marks.append(self._ring.mark())
         if self._arriving is not None:
-            transfer, self.held = self._arriving
+            transfer, place = self._arriving
             transfer.wait()
+            self.held = place.own
             self._arriving = None
 
 
@@ -430,51 +438,69 @@ def _backward(
     options = plan.options
     if torch.are_deterministic_algorithms_enabled():
         options = replace(options, deterministic=True)
-    ring = Ring(plan.ranks, q.device, plan.timed)
+    dtype = torch.float32 if plan.has_many_parts else None
+    sums = tuple(_Sum(x, plan.dim, dtype) for x in (k, v))
+    likes = _Keys.likes(k, v, size)
+    first = len(likes)  # of the places of sums
+    if size > 1:
+        likes += [[sum_.like for sum_ in sums]] * _PAIRS_OF_SUMS + [(k, v)]
+    ring = Ring(plan.ranks, likes, q.device, plan.timed)
     given = do, q, o, lse
     keys = _Keys(ring, k, v, size)
-    dq = _Sum(q, plan)
-    sums = tuple(_Sum(x, plan) for x in keys.held)
+    dq = _Sum(q, plan.dim, dtype)
     name = "gradients of keys and values"
     for step, calls in enumerate(plan.calls):
         keys.start(step)
-        arriving = _pass_on(ring, sums, name, step) if step > 0 else None
+        arriving = None
+        if step > 0:
+            place = ring.places[first + step % _PAIRS_OF_SUMS]
+            sent = [sum_.value for sum_ in sums]
+            arriving = ring.pass_on(sent, place, ring.mark(), name, step)
         found = [(call, call.backward(given, keys.held, options)) for call in calls]
         if arriving is not None:
             arriving.wait()
+            for sum_, x in zip(sums, place.own, strict=True):
+                sum_.value = x
         for call, (of_q, *of_keys) in found:
             dq.add(call.rows, of_q)
             for sum_, part in zip(sums, of_keys, strict=True):
                 sum_.add(call.keys, part)
         keys.finish()
-    for sum_ in sums:
-        sum_.round()
+    dk, dv = (sum_.rounded() for sum_ in sums)
     if size > 1:
-        _pass_on(ring, sums, name, size).wait()
-    dk, dv = (sum_.value for sum_ in sums)
-    dq.round()
-    return dq.value, dk, dv
+        place = ring.places[-1]
+        ring.pass_on((dk, dv), place, ring.mark(), name, size).wait()
+        dk, dv = (x.clone() if place.theirs else x for x in place.own)
+    ring.end()
+    return dq.rounded(), dk, dv
 
 
 class _Sum:
     """A sum of gradients of some rows of a tensor.
 
-    Where a row has two parts at most, the sum has the dtype of its parts, in which one addition
-    rounds as fp32 and a conversion in the end would. Otherwise it is fp32.
+    dtype: of the sum, by default that of its parts. Where a row has two of these at most, one
+    addition rounds as fp32 and a conversion in the end would.
     """
 
-    def __init__(self, like: torch.Tensor, plan: _Plan) -> None:
-        self._like, self._dim = like, plan.dim
-        self._dtype = torch.float32 if plan.has_many_parts else like.dtype
+    def __init__(self, of: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
+        self._of, self._dim, self._dtype = of, dim, dtype or of.dtype
         self._value: torch.Tensor | None = None
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor without memory that is as the sum."""
+        return torch.empty(self._of.shape, dtype=self._dtype, device="meta")
 
     @property
     def value(self) -> torch.Tensor:
         """The sum, contiguous; 0 where there is no part."""
         if self._value is None:
-            layout = torch.contiguous_format
-            self._value = torch.zeros_like(self._like, dtype=self._dtype, memory_format=layout)
+            self._value = self._of.new_zeros(self._of.shape, dtype=self._dtype)
         return self._value
+
+    @value.setter
+    def value(self, found: torch.Tensor) -> None:
+        self._value = found
 
     def add(self, rows: Rows, part: torch.Tensor) -> None:
         """Add a part of some rows, which is not needed behind the call."""
@@ -483,17 +509,6 @@ class _Sum:
         else:
             rows.add(self.value, self._dim, part)
 
-    def replace(self) -> torch.Tensor:
-        """Return memory for another sum, which takes the place of this one."""
-        self._value = torch.empty_like(self.value)
-        return self._value
-
-    def round(self) -> None:
-        """Convert the sum to the dtype of its tensor."""
-        self._value = self.value.to(self._like.dtype)
-
-
-def _pass_on(ring: Ring, sums: Sequence[_Sum], name: str, step: int) -> Transfer:
-    """Start to send sums, in whose place others arrive."""
-    sent = [sum_.value for sum_ in sums]
-    return ring.pass_on(sent, [sum_.replace() for sum_ in sums], ring.mark(), name, step)
+    def rounded(self) -> torch.Tensor:
+        """Return the sum in the dtype of its tensor."""
+        return self.value.to(self._of.dtype)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flash_attention.distributed._group import Ranks, Ring
+from flash_attention.distributed._peers import Place
 from flash_attention.distributed._ring import _Keys
 
 
@@ -20,6 +21,7 @@ from flash_attention.distributed._ring import _Keys
 class Moves:
     """A ring that writes down its transfers. Marks are numbers: how many came before."""
 
+    places: list[Place]
     marks: int = 0
     found: list[tuple[Any, Any, int]] = field(default_factory=list)
 
@@ -27,8 +29,8 @@ class Moves:
         self.marks += 1
         return self.marks - 1
 
-    def pass_on(self, sent: Any, received: Any, after: int, _what: str, _step: int) -> Moves:
-        self.found.append((sent, received, after))
+    def pass_on(self, sent: Any, place: Place, after: int, _what: str, _step: int) -> Moves:
+        self.found.append((sent, place.own, after))
         return self
 
     def wait(self) -> None:
@@ -38,7 +40,8 @@ class Moves:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_keys_arrive_where_no_kernel_and_no_transfer_reads(size) -> None:
     k = torch.zeros(1, 2, 1, 8)
-    ring: Any = Moves()
+    likes = _Keys.likes(k, k, size)
+    ring: Any = Moves([Place((torch.empty_like(x), torch.empty_like(y))) for x, y in likes])
     keys = _Keys(ring, k, k, size)
     held = []  # by the kernels of each step
     for step in range(size):
@@ -99,14 +102,14 @@ def test_a_transfer_waits_for_its_mark_and_kernels_for_the_transfer(
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ring = Ring(Ranks.of(None, "ring_attention"), torch.device("cpu"))
+        pair = torch.zeros(2), torch.zeros(2)
+        ring = Ring(Ranks.of(None, "ring_attention"), [pair], torch.device("cpu"))
         ring._stream = transfers
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: kernels)
         monkeypatch.setattr(torch.cuda, "stream", on)
         monkeypatch.setattr(dist, "batch_isend_irecv", moved)
-        pair = torch.zeros(2), torch.zeros(2)
         mark = ring.mark()
-        ring.pass_on(pair, pair, mark, "keys", 0).wait()
+        ring.pass_on(pair, ring.places[0], mark, "keys", 0).wait()
     finally:
         dist.destroy_process_group()
     assert log == [
