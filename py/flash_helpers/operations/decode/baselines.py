@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flash_helpers.measure.libraries import copied
 from flash_helpers.operations.attention_forward import baselines as forward
 from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.operations.decode.problems import COPY
@@ -43,7 +44,7 @@ def run(
     """
     if library == COPY:
         elements = problem.keys_read * problem.kv_heads * problem.d_head
-        return {"o": tensors["k"].view(-1)[:elements].clone()}
+        return {"o": copied(tensors["k"].view(-1)[:elements])}
     if library == FLASHINFER:
         return {"o": _by_flashinfer(problem, tensors)}
     if library in PACKAGES:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flash_helpers.measure.libraries import copied
 from flash_helpers.operations.diagonal.problem import Diagonal
 
 PACKAGES: Mapping[str, Any] = MappingProxyType({})
@@ -23,7 +24,7 @@ def run(
     """
     a, b = tensors["a"], tensors["b"]
     if library == "copy":
-        return {"c": b.clone()}
+        return {"c": copied(b)}
     if library == "pytorch":
         return {"c": a[:, None] * b}
     if problem.rows > MOST_DIAG_ROWS:

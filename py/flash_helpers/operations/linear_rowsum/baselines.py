@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flash_helpers.measure.libraries import copied
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 
 PACKAGES: Mapping[str, Any] = MappingProxyType({})
@@ -23,7 +24,7 @@ def run(
     """
     x, weight, bias = tensors["x"], tensors["weight"], tensors.get("bias")
     if library == "copy":
-        halves = [whole[: -(-len(whole) // 2)].clone() for whole in (weight, x)]
+        halves = [copied(whole[: -(-len(whole) // 2)]) for whole in (weight, x)]
         return {"y": halves[-1]}
     if library == "pytorch":
         return {"y": torch.nn.functional.linear(x, weight, bias).sum(-1)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flash_helpers.measure.compiled import compiled
+from flash_helpers.measure.libraries import compiled, copied
 from flash_helpers.operations.merge.problem import Merge
 
 PACKAGES: Mapping[str, Any] = MappingProxyType({})
@@ -55,6 +55,6 @@ def run(
     o, lse = tensors["o_parts"], tensors["lse_parts"]
     if library == "copy":
         elements = o[0].numel() * (problem.parts + 1) // 2
-        return {"o": o.view(-1)[:elements].clone(), "lse": lse}
+        return {"o": copied(o.view(-1)[:elements]), "lse": lse}
     function = _compiled() if library == "compiled_merge" else plain
     return dict(zip(("o", "lse"), function(o, lse, problem.log2_base), strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flash_helpers.measure.libraries import copied
 from flash_helpers.operations.rows.problem import Rows
 
 PACKAGES: Mapping[str, Any] = MappingProxyType({})
@@ -18,4 +19,4 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Return y, (rows, width), by one of the operation's libraries; for "copy" it is x."""
     x = tensors["x"]
-    return {"y": x.clone() if library == "copy" else torch.softmax(x, dim=-1)}
+    return {"y": copied(x) if library == "copy" else torch.softmax(x, dim=-1)}
