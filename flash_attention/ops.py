@@ -28,6 +28,8 @@ from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.rows.problem import Rows
+from flash_helpers.operations.rows_backward.baselines import gradient as softmax_gradient
+from flash_helpers.operations.rows_backward.problem import RowsBackward
 from flash_helpers.registry.problem import Problem
 from flash_helpers.runtime.call import compute
 from flash_helpers.runtime.tensors import (
@@ -58,14 +60,14 @@ def _define(
     schema: str,
     kind: type[Problem],
     result: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
-    gradient: Callable[..., torch.Tensor],
+    **autograd: Any,
 ) -> Callable[..., torch.Tensor]:
-    """Define the operator of an operation with one output, the last but for optional inputs.
+    """Define the operator of an operation with one output, the last of its tensors.
 
-    `result`: makes an empty output for the tensors of a call, by name. `gradient`: as for
-    `define`.
+    `result`: makes an empty output for the tensors of a call, by name. `autograd`: gradient or
+    refusal, as for `define`.
     """
-    output = next(name for name in kind.axes if name in ("c", "y"))
+    *_, output = kind.axes
 
     def given(args: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         inputs = (name for name in kind.axes if name != output)
@@ -89,7 +91,7 @@ def _define(
             compile_while_tracing(config, next(iter(tensors.values())).device)
         return result(tensors)
 
-    return define(schema, function, fake, gradient)
+    return define(schema, function, fake, **autograd)
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -127,7 +129,7 @@ _diagonal_matmul = _define(
     "diagonal_matmul(Tensor a, Tensor B) -> Tensor",
     Diagonal,
     lambda tensors: tensors["b"].new_empty(tensors["b"].shape),
-    _diagonal_gradient,
+    gradient=_diagonal_gradient,
 )
 
 
@@ -194,7 +196,7 @@ _linear_rowsum = _define(
     "linear_rowsum(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     LinearRowsum,
     lambda tensors: tensors["x"].new_empty(tensors["x"].shape[:1]),
-    _rowsum_gradient,
+    gradient=_rowsum_gradient,
 )
 
 
@@ -242,15 +244,23 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        products = y.float() * dy.float()
-        return None, (products - y.float() * products.sum(-1, keepdim=True)).to(y.dtype)
+        if torch.is_grad_enabled():  # this is to be differentiated, too
+            return None, softmax_gradient(y, dy)
+        return None, _softmax_backward(y, _rows(dy))
 
 
+_softmax_backward = _define(
+    "softmax_backward(Tensor y, Tensor dy) -> Tensor",
+    RowsBackward,
+    lambda tensors: tensors["y"].new_empty(tensors["y"].shape),
+    refusal="softmax_backward is no function to differentiate: call ops.softmax, and its backward "
+    "pass with create_graph=True",
+)
 _softmax = _define(
     "softmax(Tensor x) -> Tensor",
     Rows,
     lambda tensors: tensors["x"].new_empty(tensors["x"].shape),
-    lambda keys, x: _Softmax.apply(below_autograd("softmax", keys, (x,)), x),
+    gradient=lambda keys, x: _Softmax.apply(below_autograd("softmax", keys, (x,)), x),
 )
 
 
@@ -268,8 +278,8 @@ def softmax(
     Returns y with the shape of input. Elements along `dim` with a NaN or +inf among them, or -inf
     only, give NaN throughout, as in PyTorch.
 
-    The gradient is computed by PyTorch's operators in fp32, and rounded once. It can be
-    differentiated again.
+    The gradient is computed by a kernel in fp32 from y and that of y, and rounded once. It can be
+    differentiated again: PyTorch's operators then compute it.
 
     Raises TypeError for another dtype; ValueError for more elements; IndexError for a `dim` that
     input does not have; RuntimeError for a device that runs no kernel.

@@ -21,6 +21,8 @@ from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.reference import reference as norm_reference
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.reference import reference as rows_reference
+from flash_helpers.operations.rows_backward.inputs import draw as draw_softmax
+from flash_helpers.operations.rows_backward.problem import RowsBackward
 from flash_helpers.registry.problem import Element
 
 ELEMENTS = (Element.FP16, Element.BF16, Element.FP32)
@@ -213,6 +215,14 @@ def test_it_is_an_operator_as_pytorch_wants_it(name: str) -> None:
     torch.library.opcheck(operator, (*given, *BEHIND.get(name, ())))
     if name == "linear_rowsum":
         torch.library.opcheck(operator, (*given[:2], None))
+
+
+def test_the_gradient_of_softmax_is_an_operator_whose_own_gradient_is_refused() -> None:
+    y, dy = (x.requires_grad_() for x in draw_softmax("normal", RowsBackward(3, 37)).values())
+    operator = torch.ops.flash_attention.softmax_backward.default
+    torch.library.opcheck(operator, (y.detach(), dy.detach()))
+    with pytest.raises(RuntimeError, match=r"call ops\.softmax"):
+        operator(y, dy).sum().backward()
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ def spread(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
     """A view of x's shape in memory full of NaN: rows that are `gap` elements apart, from an
     element `first` on."""
     *rows, width = x.shape
-    memory = torch.full((first + math.prod(rows) * (width + gap),), math.nan, dtype=x.dtype)
+    size = first + math.prod(rows) * (width + gap)
+    memory = torch.full((size,), math.nan, dtype=x.dtype, device=x.device)
     return memory[first:].as_strided(x.shape, (width + gap, 1)[-x.ndim :])
 
 

@@ -1,11 +1,12 @@
-"""Configs of kernels in which the threads of a row keep it in registers: softmax and the norms.
-Standard library only."""
+"""Configs of kernels in which the threads of a row keep it in registers: softmax, norms and
+gradients of softmax. Standard library only."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from flash_helpers import gpu
 from flash_helpers.gpu import Device
@@ -26,6 +27,7 @@ CHUNK_BYTES = 16  # one load or store of a thread, four registers
 CHUNK_REGISTERS = CHUNK_BYTES // 4
 OTHER_REGISTERS = 48  # of a thread, at most, beside its chunks
 SM_REGISTERS = 65536
+THREAD_REGISTERS = 255  # at most
 
 # Traits of steps.
 VECTOR_LOADS = "vector_loads"  # chunks of 16 bytes per lane
@@ -33,16 +35,22 @@ ROW_IN_REGISTERS = "row_in_registers"  # `chunks` chunks of each thread are read
 ROW_THREADS = "row_threads"  # `row_threads` threads have a row, and a block has several rows
 
 
-def most_chunks(n_warps: int) -> int:
-    """Return the chunks that the registers of each thread of a block have room for."""
-    return (SM_REGISTERS // (n_warps * gpu.WARP) - OTHER_REGISTERS) // CHUNK_REGISTERS
+def most_chunks(n_warps: int, chunk_registers: int = CHUNK_REGISTERS) -> int:
+    """Return the chunks that the registers of each thread of a block have room for.
+    chunk_registers: registers of a thread per chunk."""
+    available = min(SM_REGISTERS // (n_warps * gpu.WARP), THREAD_REGISTERS)
+    return (available - OTHER_REGISTERS) // chunk_registers
 
 
 class RowConfig(Config):
     """One kernel on rows; a subclass has these fields, behind that of its step.
 
+    `chunk_registers`: registers of a thread per chunk, of all matrices that it keeps.
+
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
+
+    chunk_registers: ClassVar[int] = CHUNK_REGISTERS
 
     dtype: Element
     n_warps: int
@@ -101,25 +109,25 @@ class RowConfig(Config):
         chunks = self.chunks
         if not 1 <= chunks <= MAX_CHUNKS:
             raise ValueError(f"chunks {chunks} is not from 1 to {MAX_CHUNKS}: choose 4")
-        if chunks > (most := most_chunks(self.n_warps)):
-            needed = chunks * CHUNK_REGISTERS + OTHER_REGISTERS
+        if chunks > (most := most_chunks(self.n_warps, self.chunk_registers)):
+            needed = chunks * self.chunk_registers + OTHER_REGISTERS
             raise ValueError(
                 f"chunks {chunks} with n_warps {self.n_warps} need {needed} registers per thread, "
-                f"of which there are {SM_REGISTERS // self.n_threads}: choose chunks {most}, or "
-                "fewer warps"
+                f"of which there are {min(SM_REGISTERS // self.n_threads, THREAD_REGISTERS)}: "
+                f"choose chunks {most}, or fewer warps"
             )
 
     def call(self, problem: Rows | Norm, strides: Strides, device: Device) -> Call:
         """Return one launch, in which each block has `block_rows` rows."""
+        given = (*problem.inputs, *problem.outputs)
+        matrices = (tensor.name for tensor in given if len(tensor.axes) > 1)
         values: dict[str, tuple[float, ...]] = {
-            "x_stride": strides["x"][:1],
-            "y_stride": strides["y"][:1],
+            **{f"{name}_stride": strides[name][:1] for name in matrices},
             "rows": (problem.rows,),
             "width": (problem.width,),
             **{name: (value,) for name, value in problem.call_options().items()},
         }
         ((function, layout),) = self.family.kernels.items()
-        given = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
         launch = Launch(
             kernel=self.kernels[function],
             grid=(-(-problem.rows // self.block_rows), 1, 1),
@@ -127,7 +135,7 @@ class RowConfig(Config):
             shared_bytes=self.smem_bytes,
             layout=layout,
             values=values,
-            addresses=tuple(Address(layout.offset(name), name) for name in given),
+            addresses=tuple(Address(layout.offset(x.name), x.name) for x in given),
         )
         return Call((launch,))
 
@@ -150,10 +158,12 @@ _LONG: Sequence[Fields] = (
 )
 
 
-def competing_shapes(width: int, dtype: Element, most_threads: int) -> list[Fields]:
+def competing_shapes(
+    width: int, dtype: Element, most_threads: int, chunk_registers: int = CHUNK_REGISTERS
+) -> list[Fields]:
     """Return n_warps, chunks and row_threads with which threads hold a row in registers, from many
     chunks of few threads to one chunk of many; where no block does, shapes for long rows.
-    most_threads: of a row."""
+    most_threads: of a row. chunk_registers: registers of a thread per chunk."""
     found: list[Fields] = []
     for row_threads in _powers(LEAST_ROW_THREADS, most_threads):
         chunks = _power_from(width * dtype.bytes / (row_threads * CHUNK_BYTES))
@@ -161,12 +171,16 @@ def competing_shapes(width: int, dtype: Element, most_threads: int) -> list[Fiel
             continue
         is_narrow = row_threads <= gpu.WARP * min(_WARPS)
         for n_warps in _WARPS if is_narrow else (row_threads // gpu.WARP,):
-            if chunks <= most_chunks(n_warps):
+            if chunks <= most_chunks(n_warps, chunk_registers):
                 found.append({"n_warps": n_warps, "chunks": chunks, "row_threads": row_threads})
         if chunks == 1:
             break
     if len(found) < _FEW:
-        found += [s for s in _LONG if s["row_threads"] <= most_threads and s not in found]
+        for shape in _LONG:
+            most = most_chunks(shape["n_warps"], chunk_registers)
+            shape = {**shape, "chunks": min(shape["chunks"], 1 << most.bit_length() - 1)}
+            if shape["row_threads"] <= most_threads and shape not in found:
+                found.append(shape)
     return found
 
 

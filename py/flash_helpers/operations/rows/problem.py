@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from flash_helpers.registry.problem import Element, Problem, Role, Tensor, option
 
+Own = TypeVar("Own", bound="Rows")
+
 _AXES = ("row", "column")
-OPERATIONS_PER_ELEMENT = 5  # a maximum, a difference, an exponential, an addition, a product
 
 
 @dataclass(frozen=True, order=True)
@@ -25,6 +26,7 @@ class Rows(Problem):
 
     operation: ClassVar[str] = "rows"
     axes: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({"x": _AXES, "y": _AXES})
+    operations_per_element: ClassVar[int] = 5  # maximum, difference, exponential, sum, product
 
     rows: int = option("rows of x")
     width: int = option("elements of a row")
@@ -39,30 +41,32 @@ class Rows(Problem):
         return f"rows {self.rows}, width {self.width}"
 
     @classmethod
-    def posed(cls, shapes: Mapping[str, tuple[int, ...]], dtype: Element) -> Rows:
-        """Return the problem of x, and of y where it is given."""
-        for axis, size in zip(_AXES, shapes["x"], strict=True):
+    def posed(cls: type[Own], shapes: Mapping[str, tuple[int, ...]], dtype: Element) -> Own:
+        """Return the problem of the first tensor, and of the others that are given."""
+        first = next(iter(cls.axes))
+        for axis, size in zip(_AXES, shapes[first], strict=True):
             if size == 0:
                 raise ValueError(
-                    f"x has {axis} 0, shape {shapes['x']}: softmax over nothing has no value, "
-                    "every size must be at least 1"
+                    f"{first} has {axis} 0, shape {shapes[first]}: softmax over nothing has no "
+                    "value, every size must be at least 1"
                 )
-        if shapes.get("y", shapes["x"]) != shapes["x"]:
-            raise ValueError(
-                f"y has shape {shapes['y']} and x {shapes['x']}: all sizes must be equal"
-            )
-        rows, width = shapes["x"]
+        for name, shape in shapes.items():
+            if shape != shapes[first]:
+                raise ValueError(
+                    f"{name} has shape {shape} and {first} {shapes[first]}: all sizes must be equal"
+                )
+        rows, width = shapes[first]
         return cls(rows, width, dtype)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """x and the output y."""
+        """All matrices, of which the last is the output."""
         shape = (self.rows, self.width)
-        roles = {"x": Role.IN, "y": Role.OUT}
+        *inputs, output = self.axes
+        roles = {**dict.fromkeys(inputs, Role.IN), output: Role.OUT}
         return tuple(Tensor(name, shape, self.dtype, role, _AXES) for name, role in roles.items())
 
     @property
     def operations(self) -> int:
-        """Floating-point operations: for each element a maximum, a difference, an exponential, an
-        addition to the sum and a product with its reciprocal."""
-        return OPERATIONS_PER_ELEMENT * self.rows * self.width
+        """Floating-point operations, `operations_per_element` for each element."""
+        return self.operations_per_element * self.rows * self.width

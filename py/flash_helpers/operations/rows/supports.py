@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flash_helpers import gpu
 from flash_helpers.operations.rows.problem import Rows
@@ -19,6 +19,8 @@ class RowsSupports(MatrixSupports):
     wider one. `held`: elements of a row that its threads take in one pass of their loops; the
     corners lie around it.
     """
+
+    problem: ClassVar[type[Rows]] = Rows
 
     max_width: int
     wider: str
@@ -64,4 +66,4 @@ class RowsSupports(MatrixSupports):
     def corners(self) -> Iterator[Any]:
         """Yield small problems of `corner_sizes`."""
         for rows, width in self.corner_sizes():
-            yield Rows(rows, width, self.dtype)
+            yield self.problem(rows, width, self.dtype)
