@@ -141,8 +141,9 @@ def test_a_grid_has_more_rows_than_other_dimensions_could(
     check(problem, tensors)
 
 
+@pytest.mark.parametrize("library", ["compiled_norm", "triton_norm"])
 @pytest.mark.parametrize("rms", [False, True])
-def test_torch_compile_computes_the_problem(rms: bool, cuda_device: torch.device) -> None:
-    problem = replace(OPERATION.measured(1024, rms=rms), rows=64)
+def test_libraries_compute_the_problem(rms: bool, library: str, cuda_device: torch.device) -> None:
+    problem = replace(OPERATION.measured(1000, rms=rms), rows=64)
     inputs = draw("normal", problem, cuda_device)
-    check(problem, {**inputs, **run("compiled_norm", problem, inputs)})
+    check(problem, {**inputs, **run(library, problem, inputs)})

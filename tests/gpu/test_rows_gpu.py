@@ -12,6 +12,7 @@ from gpu_problems import each
 import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import get_listed_configs
+from flash_helpers.operations.rows.baselines import run
 from flash_helpers.operations.rows.inputs import draw
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS
@@ -107,3 +108,10 @@ def test_a_grid_has_more_rows_than_other_dimensions_could(
 ) -> None:
     x = draw("normal", Rows(100_000, 3, config.dtype), cuda_device)["x"]
     check(x, flash_attention.run(config, x)["y"])
+
+
+@pytest.mark.parametrize("library", ["compiled_softmax", "triton_softmax"])
+def test_libraries_compute_the_problem(library: str, cuda_device: torch.device) -> None:
+    problem = Rows(64, 1000)
+    inputs = draw("normal", problem, cuda_device)
+    check(inputs["x"], run(library, problem, inputs)["y"])

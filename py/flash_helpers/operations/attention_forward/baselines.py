@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flash_helpers.measure.libraries import Package
 from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.supports import (
     SINKS,
@@ -25,19 +26,6 @@ _SDPA_BACKENDS = {
     _FLASH: SDPBackend.FLASH_ATTENTION,
     "pytorch_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-
-
-class Package(NamedTuple):
-    """A library that is a package of its own. `name`: the name of the package for pip. `module`:
-    module with flash_attn_func(q, k, v), which takes and returns (batch, seq, heads, d_head)."""
-
-    name: str
-    module: str
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the module can be imported."""
-        return importlib.util.find_spec(self.module) is not None
 
 
 PACKAGES = {

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flash_helpers.measure.libraries import copied
+from flash_helpers.measure.libraries import Package, copied
 from flash_helpers.operations.attention_forward import baselines as forward
 from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.operations.decode.problems import COPY
 
 FLASHINFER = "flashinfer"
-PACKAGES = {**forward.PACKAGES, FLASHINFER: forward.Package("flashinfer-python", "flashinfer")}
+PACKAGES = {**forward.PACKAGES, FLASHINFER: Package("flashinfer-python", "flashinfer")}
 
 _LARGEST_PAGE = 16  # keys of a page, where a cache without pages is seen in pages
 # FlashInfer recommends 128 MiB. Partial outputs are kept there, and many heads can need more.

@@ -9,6 +9,7 @@ from flash_helpers.registry.operation import GBPS, Operation
 LIBRARIES = {
     "pytorch_norm": "PyTorch's layer_norm or rms_norm",
     "compiled_norm": "the same under torch.compile",
+    "triton_norm": "a program of Triton per row",
     "copy": "a copy of x, the measured ceiling",
 }
 
@@ -27,7 +28,11 @@ OPERATION = Operation(
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
     ceiling="copy",
-    short_names={"pytorch_norm": "PyTorch", "compiled_norm": "torch.compile"},
+    short_names={
+        "pytorch_norm": "PyTorch",
+        "compiled_norm": "torch.compile",
+        "triton_norm": "Triton",
+    },
     metric=GBPS,
     families=("norm:LAYER_NORM", "norm:RMS_NORM"),
     # 32 ms for the 7 * 8000 operations of (8, 1000), the mean of n1 to n4, measured

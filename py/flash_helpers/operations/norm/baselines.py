@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from flash_helpers.measure.libraries import compiled, copied
+from flash_helpers.measure.libraries import TRITON, Package, compiled, copied
 from flash_helpers.operations.norm.problem import Norm
 
-PACKAGES: Mapping[str, Any] = MappingProxyType({})
+PACKAGES: Mapping[str, Package] = MappingProxyType({"triton_norm": TRITON})
 
 
 def plain(
@@ -41,6 +40,9 @@ def run(
     x = tensors["x"]
     if library == "copy":
         return {"y": copied(x)}
-    function = _compiled() if library == "compiled_norm" else plain
-    y = function(x, tensors.get("weight"), tensors.get("bias"), problem.rms, problem.eps)
-    return {"y": y}
+    given = x, tensors.get("weight"), tensors.get("bias"), problem.rms, problem.eps
+    if library == "triton_norm":
+        from flash_helpers.measure.triton_rows import norm
+
+        return {"y": norm(*given)}
+    return {"y": (_compiled() if library == "compiled_norm" else plain)(*given)}

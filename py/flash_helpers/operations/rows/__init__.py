@@ -6,7 +6,12 @@ from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS, MEASURED_WIDTHS, measured
 from flash_helpers.registry.operation import GBPS, Operation
 
-LIBRARIES = {"pytorch": "torch.softmax", "copy": "a copy of x, the measured ceiling"}
+LIBRARIES = {
+    "pytorch": "torch.softmax",
+    "compiled_softmax": "torch.softmax under torch.compile",
+    "triton_softmax": "a program of Triton per row",
+    "copy": "a copy of x, the measured ceiling",
+}
 
 OPERATION = Operation(
     name="rows",
@@ -23,6 +28,11 @@ OPERATION = Operation(
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
     ceiling="copy",
+    short_names={
+        "pytorch": "PyTorch",
+        "compiled_softmax": "torch.compile",
+        "triton_softmax": "Triton",
+    },
     metric=GBPS,
     families=("rows:SOFTMAX",),
     # 32 ms for the 5 * 8000 operations of (8, 1000), measured

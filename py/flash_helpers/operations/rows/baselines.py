@@ -1,17 +1,26 @@
-"""Softmax by PyTorch, and a copy: the libraries that kernels of rows are measured beside."""
+"""Softmax by PyTorch and by Triton, and a copy: the libraries that kernels of rows are measured
+beside."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from flash_helpers.measure.libraries import copied
+from flash_helpers.measure.libraries import TRITON, Package, compiled, copied
 from flash_helpers.operations.rows.problem import Rows
 
-PACKAGES: Mapping[str, Any] = MappingProxyType({})
+PACKAGES: Mapping[str, Package] = MappingProxyType({"triton_softmax": TRITON})
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """Return y, (rows, width), by PyTorch's own function."""
+    return torch.softmax(x, dim=-1)
+
+
+_compiled = functools.cache(lambda: compiled(plain))
 
 
 def run(
@@ -19,4 +28,10 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Return y, (rows, width), by one of the operation's libraries; for "copy" it is x."""
     x = tensors["x"]
-    return {"y": copied(x) if library == "copy" else torch.softmax(x, dim=-1)}
+    if library == "copy":
+        return {"y": copied(x)}
+    if library == "triton_softmax":
+        from flash_helpers.measure.triton_rows import softmax
+
+        return {"y": softmax(x)}
+    return {"y": (_compiled() if library == "compiled_softmax" else plain)(x)}
