@@ -12,13 +12,16 @@ struct LayerNormKernelConfig {
     int n_warps; // of the thread block
     int chunks; // of 16 bytes of the row, which a thread keeps in registers; 0 before n3
     int row_threads; // that have a row; 0 before n4: all of the block
+    int rows_in_flight; // rows of a thread at once; 0 before n5: one
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
     // Threads that have a row.
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
-    // Two sums per warp.
-    constexpr int smem_bytes() const { return 2 * n_warps * int(sizeof(float)); }
+    // Rows of each thread.
+    constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
+    // Two sums per row of a thread and warp.
+    constexpr int smem_bytes() const { return 2 * thread_rows() * n_warps * int(sizeof(float)); }
     friend auto operator<=>(const LayerNormKernelConfig &, const LayerNormKernelConfig &) = default;
 };
 

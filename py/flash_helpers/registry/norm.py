@@ -12,11 +12,13 @@ from flash_helpers.operations.norm import OPERATION
 from flash_helpers.operations.norm.supports import NormSupports
 from flash_helpers.registry.call import FLOAT, INT, LONG, POINTER, StructLayout
 from flash_helpers.registry.config import element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import (
     ROW_IN_REGISTERS,
     ROW_THREADS,
+    ROWS_IN_FLIGHT,
+    ROWS_OF_A_THREAD,
     VECTOR_LOADS,
     RowConfig,
 )
@@ -43,8 +45,9 @@ class NormConfig(RowConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block in bytes: a number for each warp and each sum."""
-        return (1 if self.rms else 2) * self.n_warps * Element.FP32.bytes
+        """Dynamic shared memory of one block in bytes: a number for each warp and each sum of each
+        row of a thread."""
+        return (1 if self.rms else 2) * self.thread_rows * self.n_warps * Element.FP32.bytes
 
     @property
     def supports(self) -> NormSupports:
@@ -62,6 +65,10 @@ def _row_threads() -> Any:
     return number("t", "that have a row; 0 before n4: all of the block", default=0)
 
 
+def _rows_in_flight(before: str) -> Any:
+    return number("f", f"rows of a thread at once; 0 before {before}: one", default=0)
+
+
 @dataclass(frozen=True)
 class LayerNormKernelConfig(NormConfig):
     """One kernel of the layer_norm family."""
@@ -74,6 +81,7 @@ class LayerNormKernelConfig(NormConfig):
     n_warps: int = number("w", "of the thread block")
     chunks: int = _chunks()
     row_threads: int = _row_threads()
+    rows_in_flight: int = _rows_in_flight("n5")
 
     @property
     def family(self) -> Family[Any]:
@@ -119,7 +127,7 @@ LAYER_NORM = Family(
     prefix="n",
     rank=15,
     config=LayerNormKernelConfig,
-    base=MappingProxyType({"n_warps": 8, "chunks": 0, "row_threads": 0}),
+    base=MappingProxyType({"n_warps": 8, "chunks": 0, "row_threads": 0, "rows_in_flight": 0}),
     entries=(
         StepEntry("block_per_row", "a thread block per row, three reads", _file("n1")),
         StepEntry(
@@ -143,6 +151,14 @@ LAYER_NORM = Family(
             sets=_BY_WIDTH,
             opens={"n_warps": (4, 8, 16, 32), "row_threads": _ROW_THREADS},
             traits=frozenset({ROW_THREADS}),
+        ),
+        StepEntry(
+            "rows_in_flight",
+            "several rows of a thread at the same columns, loaded before the first sum",
+            _file("n5"),
+            sets={"n_warps": 4, "chunks": 4, "row_threads": 128, "rows_in_flight": 2},
+            opens={"rows_in_flight": ROWS_OF_A_THREAD},
+            traits=frozenset({ROWS_IN_FLIGHT, HELD_BACK}),
         ),
     ),
     targets=_TARGETS,

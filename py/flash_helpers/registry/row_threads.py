@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from flash_helpers import gpu
@@ -21,7 +21,9 @@ Fields = Mapping[str, int]
 MAX_WIDTH = 131072
 MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
 MAX_CHUNKS = 16
+MOST_IN_FLIGHT = 8  # chunks of a thread that has several rows
 LEAST_ROW_THREADS = 8
+ROWS_OF_A_THREAD = (1, 2, 4, 8)  # that a sweep tries
 MOST_OF_FEW = 128  # elements of a thread, where fewer threads than a warp have a row
 CHUNK_BYTES = 16  # one load or store of a thread, four registers
 CHUNK_REGISTERS = CHUNK_BYTES // 4
@@ -33,6 +35,7 @@ THREAD_REGISTERS = 255  # at most
 VECTOR_LOADS = "vector_loads"  # chunks of 16 bytes per lane
 ROW_IN_REGISTERS = "row_in_registers"  # `chunks` chunks of each thread are read once
 ROW_THREADS = "row_threads"  # `row_threads` threads have a row, and a block has several rows
+ROWS_IN_FLIGHT = "rows_in_flight"  # a thread has `rows_in_flight` rows at once
 
 
 def most_chunks(n_warps: int, chunk_registers: int = CHUNK_REGISTERS) -> int:
@@ -56,6 +59,7 @@ class RowConfig(Config):
     n_warps: int
     chunks: int
     row_threads: int
+    rows_in_flight: int = 0
 
     @property
     def n_threads(self) -> int:
@@ -70,7 +74,12 @@ class RowConfig(Config):
     @property
     def block_rows(self) -> int:
         """Rows of one block."""
-        return self.n_threads // self.threads_per_row
+        return self.n_threads // self.threads_per_row * self.thread_rows
+
+    @property
+    def thread_rows(self) -> int:
+        """Rows of each thread: one before the step that says how many."""
+        return self.rows_in_flight or 1
 
     @property
     def pass_elements(self) -> int:
@@ -104,12 +113,21 @@ class RowConfig(Config):
                 f"row_threads {row_threads} is not a power of two from {LEAST_ROW_THREADS} to the "
                 f"{self.n_threads} threads of n_warps {n_warps}: choose {gpu.WARP}"
             )
+        if ROWS_IN_FLIGHT in self.step.traits and self.rows_in_flight < 1:
+            raise ValueError(f"rows_in_flight {self.rows_in_flight} is not positive: choose 1")
 
     def _check_registers(self) -> None:
-        chunks = self.chunks
+        chunks, rows = self.chunks, self.thread_rows
         if not 1 <= chunks <= MAX_CHUNKS:
             raise ValueError(f"chunks {chunks} is not from 1 to {MAX_CHUNKS}: choose 4")
-        if chunks > (most := most_chunks(self.n_warps, self.chunk_registers)):
+        most = most_chunks(self.n_warps, self.chunk_registers)
+        if rows > 1 and chunks * rows > (held := min(most, MOST_IN_FLIGHT)):
+            raise ValueError(
+                f"rows_in_flight {rows} with chunks {chunks} have {chunks * rows} chunks per "
+                f"thread, and with n_warps {self.n_warps} there is room for {held}: choose "
+                f"rows_in_flight {held // chunks or 1}, or fewer chunks"
+            )
+        if chunks > most:
             needed = chunks * self.chunk_registers + OTHER_REGISTERS
             raise ValueError(
                 f"chunks {chunks} with n_warps {self.n_warps} need {needed} registers per thread, "
@@ -149,6 +167,7 @@ class RowConfig(Config):
 
 GRID_WIDTHS = tuple(2**n for n in range(6, 18))
 _WARPS = (4, 8)  # of blocks with several rows
+_LEAST_IN_FLIGHT = 4  # chunks of a thread that hide the latency of memory
 _FEW = 2  # shapes, to which those for long rows are added
 # Of rows that no threads of a block hold in registers: a part of such a row is read three times.
 _LONG: Sequence[Fields] = (
@@ -182,6 +201,19 @@ def competing_shapes(
             if shape["row_threads"] <= most_threads and shape not in found:
                 found.append(shape)
     return found
+
+
+def shapes_in_flight(shapes: Iterable[Fields]) -> Iterator[Fields]:
+    """Yield shapes of one row or several rows per thread, with which a thread has 4 chunks or more
+    in flight. shapes: those of one row."""
+    for shape in shapes:
+        chunks, row_threads, n_warps = shape["chunks"], shape["row_threads"], shape["n_warps"]
+        if n_warps != max(min(_WARPS), row_threads // gpu.WARP):
+            continue
+        for rows in ROWS_OF_A_THREAD:
+            most = min(MOST_IN_FLIGHT, most_chunks(n_warps))
+            if _LEAST_IN_FLIGHT <= chunks * rows <= (most if rows > 1 else MAX_CHUNKS):
+                yield {**shape, "rows_in_flight": rows}
 
 
 def octaves(one: Rows | Norm, other: Rows | Norm) -> float:

@@ -27,7 +27,7 @@ from flash_helpers.registry.norm import (
     NormConfig,
     RmsNormKernelConfig,
 )
-from flash_helpers.registry.row_threads import MAX_WIDTH
+from flash_helpers.registry.row_threads import MAX_WIDTH, ROWS_IN_FLIGHT
 from flash_helpers.runtime.call import prepare
 
 CONFIGS = committed(OPERATION)
@@ -209,7 +209,8 @@ def test_any_width_is_right_in_rows_at_any_element(config: NormConfig) -> None:
 @each_config
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_all_inputs_are_right(config: NormConfig, distribution: str) -> None:
-    problem = full(config, 3, 301)
+    width = 304 if ROWS_IN_FLIGHT in config.step.traits else 301
+    problem = full(config, 3, width)
     check(config, problem, draw(distribution, problem))
 
 
@@ -257,6 +258,22 @@ def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str)
     for width in widths:
         problem = full(config, config.block_rows + 1, width)
         check(config, problem, draw("outliers", problem))
+
+
+@pytest.mark.parametrize(
+    "text", ["n5_bf16_w4_c1_t8_f4", "n5_fp16_w1_c2_t16_f2", "n5_fp32_w4_c4_t64_f1"]
+)
+@pytest.mark.parametrize("width", [8, 56, 64])
+def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
+    text: str, width: int
+) -> None:
+    config = LayerNormKernelConfig.from_short_form(text)
+    problem = full(config, config.block_rows + 1, width)
+    tensors = draw("far_mean", problem)
+    check(config, problem, tensors)
+    for name in ("x", "weight"):
+        moved = spread(tensors[name], 0, 1)  # not at a multiple of 16 bytes
+        check(config, problem, {**tensors, name: moved.copy_(tensors[name])})
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -327,7 +344,7 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n4"),
+        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n5"),
         ((2, Element.BF16, 3), "n_warps 3"),
         ((3, Element.BF16, 8), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 32, 8), "choose chunks 4, or fewer warps"),
@@ -335,6 +352,9 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
         ((4, Element.BF16, 4, 4, 256), "from 8 to the 128 threads of n_warps 4: choose 32"),
         ((4, Element.BF16, 4, 4, 48), "row_threads 48 is not a power of two"),
         ((4, Element.FP8, 8, 4, 32), "family layer_norm has"),
+        ((4, Element.BF16, 4, 4, 32, 2), "n4 fixes rows_in_flight 0; choose n5"),
+        ((5, Element.BF16, 4, 4, 32), "rows_in_flight 0 is not positive: choose 1"),
+        ((5, Element.BF16, 4, 8, 32, 4), "have 32 chunks per thread, .* rows_in_flight 1"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
@@ -344,7 +364,9 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = [*LAYER_NORM.sweep(), *RMS_NORM.sweep()]
-    assert {config.step.id for config in found} == {"n3", "n4", "r1"}
-    assert all(config.chunks * 4 + 48 <= 65536 // config.n_threads for config in found)
+    assert {config.step.id for config in found} == {"n3", "n4", "n5", "r1"}
+    for config in found:
+        chunks = config.chunks * config.thread_rows
+        assert chunks <= 16 and chunks * 4 + 48 <= 65536 // config.n_threads
     few = {config.row_threads for config in found if config.step.id != "n3"}
     assert few == {8, 16, 32, 64, 128, 256, 512, 1024}

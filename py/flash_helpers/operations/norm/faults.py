@@ -7,6 +7,7 @@ from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.ptx import MisalignedError, OutOfBoundsError, Phase, RaceError
+from flash_helpers.registry.row_threads import ROWS_IN_FLIGHT
 
 PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
 BF16 = Element.BF16
@@ -27,6 +28,10 @@ FAULTS = {
         "n4", BF16, PROLOGUE, r"selp\.b32", swap(r"selp\S+\s+(%r\d+), (%r\d+), 0, .*;",
         r"mov.b32 \1, \2;"), nth(0), OutOfBoundsError, "__ldg(x_",
     ),
+    "n5: a thread loads a row behind the last": Fault(
+        "n5", BF16, PROLOGUE, r"setp\.ge\.s64", swap(r"setp\.ge(\S+\s+%p\d+), (%rd\d+), .*;",
+        r"setp.gt\1, \2, \2;"), nth(1), OutOfBoundsError, "__ldg(reinterpret_cast",
+    ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",
@@ -37,8 +42,10 @@ FAULTS = {
 def problem_of(config: Config) -> Norm:
     """Return the problem on which faults of a config show. Its width is odd, so that the second row
     begins between two multiples of 16 bytes, and it has fewer chunks than the block of n3 holds;
-    its rows are fewer than those of a block of n4."""
-    problem = Norm(2, 1001, config.dtype, weight=True, bias=True)
+    its rows are fewer than those of a block of n4. Where a thread has several rows, these have
+    whole chunks, and the last block lacks one."""
+    rows, width = (3, 1000) if ROWS_IN_FLIGHT in config.step.traits else (2, 1001)
+    problem = Norm(rows, width, config.dtype, weight=True, bias=True)
     adapted: Norm = config.supports.adapted(problem)
     return adapted
 

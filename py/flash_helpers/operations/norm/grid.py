@@ -8,7 +8,13 @@ from dataclasses import replace
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import measured
 from flash_helpers.registry.problem import Element
-from flash_helpers.registry.row_threads import GRID_WIDTHS, Fields, competing_shapes, octaves
+from flash_helpers.registry.row_threads import (
+    GRID_WIDTHS,
+    Fields,
+    competing_shapes,
+    octaves,
+    shapes_in_flight,
+)
 
 GROUPS = {
     f"{'rms' if rms else 'layer'}_norm_{dtype.short}": tuple(
@@ -22,10 +28,11 @@ _OTHER_NORM = 100.0  # octaves
 
 
 def competing(problem: Norm) -> list[tuple[str, Fields]]:
-    """Return the family, for its last step, and the fields of each config that competes."""
-    family = "rms_norm" if problem.rms else "layer_norm"
+    """Return the step and the fields of each config that competes."""
     shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS)
-    return [(family, shape) for shape in shapes]
+    if problem.rms:
+        return [("r1", shape) for shape in shapes]
+    return [("n4", s) for s in shapes] + [("n5", s) for s in shapes_in_flight(shapes)]
 
 
 def distance(one: Norm, other: Norm) -> float:
