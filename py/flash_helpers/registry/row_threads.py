@@ -168,6 +168,7 @@ class RowConfig(Config):
 GRID_WIDTHS = tuple(2**n for n in range(6, 18))
 _WARPS = (4, 8)  # of blocks with several rows
 _LEAST_IN_FLIGHT = 4  # chunks of a thread that hide the latency of memory
+_USUAL_CHUNKS = (2, 4, 8)  # the fastest at each width that has them, measured for all of 1 to 16
 _FEW = 2  # shapes, to which those for long rows are added
 # Of rows that no threads of a block hold in registers: a part of such a row is read three times.
 _LONG: Sequence[Fields] = (
@@ -180,9 +181,9 @@ _LONG: Sequence[Fields] = (
 def competing_shapes(
     width: int, dtype: Element, most_threads: int, chunk_registers: int = CHUNK_REGISTERS
 ) -> list[Fields]:
-    """Return n_warps, chunks and row_threads with which threads hold a row in registers, from many
-    chunks of few threads to one chunk of many; where no block does, shapes for long rows.
-    most_threads: of a row. chunk_registers: registers of a thread per chunk."""
+    """Return n_warps, chunks and row_threads with which threads hold a row in registers; where no
+    block does, shapes for long rows. most_threads: of a row. chunk_registers: registers of a thread
+    per chunk."""
     found: list[Fields] = []
     for row_threads in _powers(LEAST_ROW_THREADS, most_threads):
         chunks = _power_from(width * dtype.bytes / (row_threads * CHUNK_BYTES))
@@ -194,6 +195,9 @@ def competing_shapes(
                 found.append({"n_warps": n_warps, "chunks": chunks, "row_threads": row_threads})
         if chunks == 1:
             break
+    usual = [shape for shape in found if shape["chunks"] in _USUAL_CHUNKS]
+    if len(usual) >= _FEW:
+        return usual
     if len(found) < _FEW:
         for shape in _LONG:
             most = most_chunks(shape["n_warps"], chunk_registers)
