@@ -40,8 +40,8 @@ also measured with a causal mask and without, in bursts and sustained. A family 
 has its last step measured on grouped heads, with a causal mask, in both dtypes and at head size 64.
 A family of decode has its last steps measured on one sequence, on pages of 1, 16, 64 and 256 keys,
 with 1, 8 and 16 heads on one, and on 64 sequences of one length and of lognormal lengths; the last
-step in all dtypes. A family of another operation has its last steps measured in all dtypes. At the
-end all steps are measured beside each other.
+step in all dtypes, and for pieces of 256, 1024 and 2048 keys. A family of another operation has its
+last steps measured in all dtypes. At the end all steps are measured beside each other.
 
 The files are FOLDER/FAMILY_KIND_GPU.json. A run can be interrupted at any time: the same command
 continues with the files in FOLDER. FlashAttention-3 takes part if fa3_fwd is installed. Further
@@ -185,6 +185,10 @@ KINDS = {
         # as many keys in sequences of one length, and of lengths that differ as those of texts do
         Kind("uniform", (2000,), _OF_64),
         Kind("lognormal", (8192,), (*_OF_64, "--total-k", "128000")),
+        *(
+            Kind(f"keys_per_piece_{n}", _CACHES, (*_SUSTAINED, "--keys-per-piece", str(n)), steps=1)
+            for n in (256, 1024, 2048)
+        ),
         Kind("dtypes", _CACHES, steps=1, all_dtypes=True),
         _ALL_STEPS,
     ),
