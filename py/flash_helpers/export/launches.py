@@ -129,7 +129,7 @@ def launch_formula(config: Config, function: str, target: str) -> LaunchFormula:
     """
     first = _Tracer(config, function, target)
     used = set().union(*(formula.inputs() for formula in first.formula.outputs))
-    used |= first.inputs_of_strides(used)
+    used |= first.inputs_of_strides(used) | first.needed_options()
     return _Tracer(config, function, target, used).formula
 
 
@@ -249,6 +249,13 @@ class _Tracer:
         }
         sizes = (self.path.formula(size) for name, size in self.sizes.items() if name in used)
         return set().union(*(size.inputs() for size in sizes if size.text not in equal))
+
+    def needed_options(self) -> set[str]:
+        """Return the inputs for optional tensors without which the config does not launch this
+        kernel."""
+        wrong = (condition for condition, holds in self.known.values() if not holds)
+        texts = {each.operands[0].text for each in wrong if each.operator == "=="}
+        return {name for name in texts if name.startswith("has_")}
 
     def _address(self, name: str, meaning: str, or_none: str = "") -> Formula:
         text = f"{meaning}: address on the device{or_none}"
