@@ -6,12 +6,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any
 
 from flash_helpers import gpu
 from flash_helpers.gpu import Device
-from flash_helpers.operations.norm.problem import Norm
-from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.registry.call import Address, Call, Launch
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.problem import Element, Strides
@@ -48,18 +46,19 @@ def most_chunks(n_warps: int, chunk_registers: int = CHUNK_REGISTERS) -> int:
 class RowConfig(Config):
     """One kernel on rows; a subclass has these fields, behind that of its step.
 
-    `chunk_registers`: registers of a thread per chunk, of all matrices that it keeps.
-
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
-
-    chunk_registers: ClassVar[int] = CHUNK_REGISTERS
 
     dtype: Element
     n_warps: int
     chunks: int
     row_threads: int
     rows_in_flight: int = 0
+
+    @property
+    def chunk_registers(self) -> int:
+        """Registers of a thread per chunk, of all that it keeps of it."""
+        return CHUNK_REGISTERS
 
     @property
     def n_threads(self) -> int:
@@ -135,7 +134,7 @@ class RowConfig(Config):
                 f"choose chunks {most}, or fewer warps"
             )
 
-    def call(self, problem: Rows | Norm, strides: Strides, device: Device) -> Call:
+    def call(self, problem: Any, strides: Strides, device: Device) -> Call:
         """Return one launch, in which each block has `block_rows` rows."""
         given = (*problem.inputs, *problem.outputs)
         matrices = (tensor.name for tensor in given if len(tensor.axes) > 1)
@@ -157,7 +156,7 @@ class RowConfig(Config):
         )
         return Call((launch,))
 
-    def most_runs(self, problem: Rows | Norm, device: Device) -> int:
+    def most_runs(self, problem: Any, device: Device) -> int:
         """Return the passes of a loop that handles one element per thread, and as many again for
         loops that nvcc unrolls."""
         return 2 * (-(-problem.width // self.threads_per_row) + 8)
@@ -199,10 +198,10 @@ def competing_shapes(
     if len(usual) >= _FEW:
         return usual
     if len(found) < _FEW:
-        for shape in _LONG:
+        for shape in (s for s in _LONG if s["row_threads"] <= most_threads):
             most = most_chunks(shape["n_warps"], chunk_registers)
             shape = {**shape, "chunks": min(shape["chunks"], 1 << most.bit_length() - 1)}
-            if shape["row_threads"] <= most_threads and shape not in found:
+            if shape not in found:
                 found.append(shape)
     return found
 
@@ -220,7 +219,7 @@ def shapes_in_flight(shapes: Iterable[Fields]) -> Iterator[Fields]:
                 yield {**shape, "rows_in_flight": rows}
 
 
-def octaves(one: Rows | Norm, other: Rows | Norm) -> float:
+def octaves(one: Any, other: Any) -> float:
     """Return how far apart the rows of two problems are, in octaves of their bytes, and a little of
     their number."""
     of_width, of_rows = (

@@ -49,10 +49,14 @@ def _draw_outliers(problem: Norm, generator: torch.Generator) -> torch.Tensor:
     return x
 
 
-def _draw_countable(problem: Norm, generator: torch.Generator) -> torch.Tensor:
-    row = torch.arange(problem.rows, device=generator.device)
-    column = torch.arange(problem.width, device=generator.device)
+def countable(rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Return integers from 0 to 7 that are known from their position, (rows, width)."""
+    row, column = (torch.arange(size, device=device) for size in (rows, width))
     return ((row[:, None] + column) % 8).float()
+
+
+def _draw_countable(problem: Norm, generator: torch.Generator) -> torch.Tensor:
+    return countable(problem.rows, problem.width, generator.device)
 
 
 def _draw_not_finite(problem: Norm, generator: torch.Generator) -> torch.Tensor:

@@ -18,8 +18,8 @@ from flash_helpers.check.errors import OutputError, Reference, computed_bound
 from flash_helpers.operations.norm.baselines import plain
 from flash_helpers.operations.norm.problem import Norm
 
-_U = 2.0**-24  # unit roundoff of fp32
-_SMALLEST = 2.0**-126  # of fp32; smaller results may be flushed to zero
+U = 2.0**-24  # unit roundoff of fp32
+SMALLEST = 2.0**-126  # of fp32; smaller results may be flushed to zero
 LEAST_THREADS = 32  # that share a row, or as many as leave a thread MOST_OF_FEW elements
 MOST_OF_FEW = 128
 TREES = 10  # levels of the trees over 32 lanes and 32 warps
@@ -65,19 +65,19 @@ def computed(problem: Norm, inputs: Mapping[str, torch.Tensor]) -> Computed:
         mean = mean_error = torch.zeros_like(x[:, :1])
     else:
         mean = x.mean(-1, keepdim=True)
-        mean_error = _U * (k + 1) * x.abs().mean(-1, keepdim=True) + _SMALLEST
+        mean_error = U * (k + 1) * x.abs().mean(-1, keepdim=True) + SMALLEST
     centred = x - mean
     variance = centred.square().mean(-1, keepdim=True)
     raised = variance + problem.eps
     rstd = raised.rsqrt()
-    of_variance = _U * (k + 4) * variance + mean_error.square()
-    relative = of_variance / raised / 2 + _U * (1 + 2.2)
+    of_variance = U * (k + 4) * variance + mean_error.square()
+    relative = of_variance / raised / 2 + U * (1 + 2.2)
     scale = inputs["weight"].double() if problem.weight else torch.ones_like(x[0])
     scaled = centred * rstd * scale
     y = scaled + inputs["bias"].double() if problem.bias else scaled
     of_mean = rstd * scale.abs() * mean_error * (1 + relative)
-    y_error = of_mean + scaled.abs() * (relative + 3 * _U) + _U * y.abs() + _SMALLEST
-    return Computed(y, mean, rstd, y_error, mean_error, rstd * relative + _SMALLEST)
+    y_error = of_mean + scaled.abs() * (relative + 3 * U) + U * y.abs() + SMALLEST
+    return Computed(y, mean, rstd, y_error, mean_error, rstd * relative + SMALLEST)
 
 
 def _statistic_bound(expected: torch.Tensor, error: torch.Tensor) -> OutputError:
