@@ -85,7 +85,7 @@ class TestSteps:
             ("h99", r"the nearest is h\d+"),
             ("9..7", r"a range goes from the lower to the higher step, such as v7\.\.v9$"),
             ("v9..99", r"the nearest is v\d\d"),
-            ("q3", r"no family has steps q1, q2, …; there are v1 to v\d+.*; the nearest is v3"),
+            ("w3", r"no family has steps w1, w2, …; there are v1 to v\d+.*; the nearest is v3"),
         ],
     )
     def test_that_do_not_exist_are_refused_with_the_nearest(self, selector, reason):
