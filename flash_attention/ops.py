@@ -27,6 +27,8 @@ from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 from flash_helpers.operations.norm.problem import Norm
+from flash_helpers.operations.norm_backward.formulas import gradients
+from flash_helpers.operations.norm_backward.problem import NormBackward
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows_backward.baselines import gradient as softmax_gradient
 from flash_helpers.operations.rows_backward.problem import RowsBackward
@@ -323,25 +325,68 @@ class _Norm(torch.autograd.Function):
             return (None,) * 6
         x, weight, *statistics = ctx.saved_tensors
         _, of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
-        x, gradient = x.float(), dy.float()
-        mean = 0.0 if ctx.is_rms else statistics[0][:, None]
-        rstd = statistics[-1][:, None]
+        mean, rstd = (None, *statistics)[-2:]
         if torch.is_grad_enabled():  # these are to be differentiated, too
-            mean = 0.0 if ctx.is_rms else x.mean(-1, keepdim=True)
-            rstd = ((x - mean).square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        normed = (x - mean) * rstd
-        dx = dweight = dbias = None
-        if of_x:
-            scaled = gradient if weight is None else gradient * weight.float()
-            dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
-            if not ctx.is_rms:
-                dx = dx - scaled.mean(-1, keepdim=True)
-            dx = (dx * rstd).to(dy.dtype)
-        if of_weight:
-            dweight = (gradient * normed).sum(0).to(dy.dtype)
-        if of_bias:
-            dbias = gradient.sum(0).to(dy.dtype)
-        return None, dx, dweight, dbias, None, None
+            mean = None if ctx.is_rms else x.float().mean(-1)
+            centred = x.float() if mean is None else x.float() - mean[:, None]
+            rstd = (centred.square().mean(-1) + ctx.eps).rsqrt()
+            asked = {"of_x": of_x, "of_weight": of_weight, "of_bias": of_bias}
+            return None, *gradients(dy, x, rstd, mean, weight, **asked), None, None
+        dx, dweight, dbias = _norm_backward(_rows(dy), x, rstd, mean, weight, of_weight, of_bias)
+        found = ((dx, of_x), (dweight, of_weight), (dbias, of_bias))
+        return None, *(gradient if is_asked else None for gradient, is_asked in found), None, None
+
+
+def _define_norm_backward() -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Define the operator of the gradients of norms, of RMS norm if there is no mean. It returns
+    dx, dweight and dbias; a tensor without elements stands for one that is not asked for."""
+
+    def tensors_of(*given: Any) -> dict[str, torch.Tensor]:
+        *inputs, of_weight, of_bias = given
+        found = named(zip(("dy", "x", "rstd", "mean", "weight"), inputs, strict=True))
+        x = found["x"]
+        found["dx"] = x.new_empty(x.shape)
+        for name, is_asked in (("dweight", of_weight), ("dbias", of_bias)):
+            found |= {name: x.new_empty(x.shape[-1:])} if is_asked else {}
+        return found
+
+    def results(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        names = ("dx", "dweight", "dbias")
+        return tuple(
+            tensors[name] if name in tensors else tensors["x"].new_empty(0) for name in names
+        )
+
+    def choose(asked: Any, tensors: Mapping[str, Laid]) -> Config:
+        element = element_of("dy", tensors["dy"], _ELEMENTS)
+        problem = posed_problem(NormBackward, element, tensors, **dict(asked[1]))
+        return choose_config(problem, tensors["dy"].device)
+
+    def asked(tensors: Mapping[str, torch.Tensor]) -> tuple[None, tuple[tuple[str, Any], ...]]:
+        return None, (("rms", "mean" not in tensors),)
+
+    def function(*given: Any) -> tuple[torch.Tensor, ...]:
+        tensors = tensors_of(*given)
+        compute(NormBackward, asked(tensors), (*tensors,), (*tensors.values(),), choose)
+        return results(tensors)
+
+    def fake(*given: Any) -> tuple[torch.Tensor, ...]:
+        tensors = tensors_of(*given)
+        options = dict(asked(tensors)[1])
+        if constant_call(NormBackward, None, tensors, **options) is None:
+            compile_while_tracing(choose(asked(tensors), tensors), tensors["x"].device)
+        return results(tensors)
+
+    return define(
+        "norm_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? mean, Tensor? weight, "
+        "bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor)",
+        function,
+        fake,
+        refusal="the gradients of a norm are differentiated as those of layer_norm or rms_norm: "
+        "call these, with create_graph=True",
+    )
+
+
+_norm_backward = _define_norm_backward()
 
 
 def _define_norm(schema: str, *, is_rms: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -445,8 +490,10 @@ def layer_norm(
     Returns y with the shape of input. Mean and variance are fp32, and the variance is the mean of
     the squared differences from the mean. y is rounded once.
 
-    Gradients are computed by PyTorch's operators in fp32, and rounded once; those of weight and
-    bias are sums over all rows. They can be differentiated again.
+    Gradients are computed by a kernel in fp32, from x and the stored mean and deviation of each
+    row, and rounded once. Those of weight and bias are sums over all rows, in an order that is the
+    same in each call on one kind of GPU. They can be differentiated again: PyTorch's operators then
+    compute them.
 
     Raises TypeError for another dtype, or two; ValueError for shapes that do not fit together, too
     many elements and tensors on two devices; RuntimeError for a device that runs no kernel.

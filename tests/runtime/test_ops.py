@@ -19,6 +19,9 @@ from flash_helpers.operations.linear_rowsum.reference import linear_rowsum_refer
 from flash_helpers.operations.norm.inputs import draw as draw_norm
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.reference import reference as norm_reference
+from flash_helpers.operations.norm_backward.inputs import draw as draw_norm_backward
+from flash_helpers.operations.norm_backward.problem import NormBackward
+from flash_helpers.operations.norm_backward.reference import reference as norm_backward_reference
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.reference import reference as rows_reference
 from flash_helpers.operations.rows_backward.inputs import draw as draw_softmax
@@ -115,6 +118,43 @@ def test_gradients_are_as_near_to_float64_as_those_of_pytorch(name: str, element
         assert (own.double() - exact).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+@each_element
+def test_gradients_of_norms_are_within_the_bounds_of_the_backward_pass(
+    element: Element, rms: bool
+) -> None:
+    problem = NormBackward(5, 40, element, rms=rms, weight=True, dweight=True, dbias=not rms)
+    inputs = draw_norm_backward("outliers", problem)
+    dy, x, weight = (inputs[name] for name in ("dy", "x", "weight"))
+    wanted = norm_backward_reference(problem, inputs)
+    leaves = [each.clone().requires_grad_() for each in (x, weight, torch.zeros_like(weight))]
+    if rms:
+        y = ops.rms_norm(leaves[0], (40,), leaves[1], problem.forward.eps)
+        leaves.pop()
+    else:
+        y = ops.layer_norm(leaves[0], (40,), *leaves[1:], problem.forward.eps)
+    found = torch.autograd.grad(y, leaves, dy)
+    for name, own in zip(wanted.expected, found, strict=True):
+        error = measure_error(own, wanted.expected[name])
+        assert error.within(wanted.bounds[name]), name
+
+
+def test_gradients_of_norms_take_an_upstream_gradient_of_any_strides() -> None:
+    x, weight, bias = drawn_norm(Element.FP32)
+    dy = torch.randn(37, 6).T
+    found = []
+    for laid in (dy, dy.contiguous(), dy.repeat(1, 2)[:, :37]):
+        leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        found.append(
+            torch.autograd.grad(ops.layer_norm(leaves[0], (37,), *leaves[1:]), leaves, laid)
+        )
+    for each in found[1:]:
+        assert all(own.equal(first) for own, first in zip(each, found[0], strict=True))
+    leaf = x.clone().requires_grad_()
+    (of_sum,) = torch.autograd.grad(ops.layer_norm(leaf, (37,)).sum(), leaf)  # dy is one element
+    assert of_sum.abs().max() < 1e-5
+
+
 @each_case
 def test_only_gradients_that_are_asked_for_are_computed(name: str) -> None:
     function, _, draw = CASES[name]
@@ -199,6 +239,10 @@ def test_empty_tensors_give_what_pytorch_gives() -> None:
         x, weight = torch.ones(shape), torch.ones(3)
         assert ops.layer_norm(x, (3,), weight).equal(F.layer_norm(x, (3,), weight))
         assert ops.rms_norm(x, (3,), weight).shape == shape
+        leaf = weight.clone().requires_grad_()
+        ops.layer_norm(x.requires_grad_(), (3,), leaf).sum().backward()
+        assert not leaf.grad.any() and x.grad.shape == shape
+        x = x.detach()
         assert ops.softmax(x, 1).shape == shape
     for leading, features, outs in (((0,), 3, 2), ((2, 0), 3, 2), ((2,), 0, 3), ((2,), 3, 0)):
         given = torch.ones(*leading, features), torch.ones(outs, features), torch.ones(outs)
@@ -223,6 +267,21 @@ def test_the_gradient_of_softmax_is_an_operator_whose_own_gradient_is_refused() 
     torch.library.opcheck(operator, (y.detach(), dy.detach()))
     with pytest.raises(RuntimeError, match=r"call ops\.softmax"):
         operator(y, dy).sum().backward()
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+def test_the_backward_pass_of_norms_is_an_operator_that_has_no_gradient(rms: bool) -> None:
+    problem = NormBackward(3, 20, Element.FP32, rms=rms, weight=True)
+    inputs = draw_norm_backward("normal", problem)
+    given = [inputs.get(name) for name in ("dy", "x", "rstd", "mean", "weight")]
+    operator = torch.ops.flash_attention.norm_backward.default
+    for asked in ((True, False), (False, not rms)):
+        torch.library.opcheck(operator, (*given, *asked))
+    dx, dweight, dbias = operator(*given, True, False)
+    assert (dx.shape, dweight.shape, dbias.shape) == ((3, 20), (20,), (0,))
+    dx, *_ = operator(given[0].requires_grad_(), *given[1:], False, False)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        dx.sum().backward()
 
 
 @pytest.mark.slow
