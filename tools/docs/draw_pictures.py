@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the staircases of the course, and the losses of trainings."""
+"""Draw the staircases of the course, the losses of trainings, and the speeds of rings of GPUs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.course.stairs import FOLDER, stairs_svg, stale_stairs
 from flash_helpers.measure.plots import PlotError
 from flash_helpers.measure.results import RESULTS
+from flash_helpers.measure.ring_plot import FILES as RINGS
+from flash_helpers.measure.ring_plot import ring_svg, stale_rings
 from flash_helpers.measure.training_plot import FILES, stale_trainings, training_svg
 from flash_helpers.measure.training_plot import FOLDER as TRAININGS
 
@@ -24,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = f"""\
 Draw SVG files that are absent or whose numbers differ from the measurements (needs matplotlib): the
 staircase of each family, of {RESULTS} and the family's own results, into {FOLDER};
-and the losses of each {RESULTS.with_name(FILES)}, into {TRAININGS}.
+and the losses of each {RESULTS.with_name(FILES)} and the speeds
+of each {RESULTS.with_name(RINGS)}, into {TRAININGS}.
 All other pictures of the course are drawings, committed in docs/images/course.
 """
 
@@ -57,7 +60,11 @@ def update(arguments: argparse.Namespace) -> int:
     root = arguments.root
     stale = {
         path: (svg, numbers)
-        for svg, found in ((stairs_svg, stale_stairs(root)), (training_svg, stale_trainings(root)))
+        for svg, found in (
+            (stairs_svg, stale_stairs(root)),
+            (training_svg, stale_trainings(root)),
+            (ring_svg, stale_rings(root)),
+        )
         for path, numbers in found.items()
     }
     for path, (svg, numbers) in stale.items():

@@ -29,7 +29,7 @@ from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
 from flash_helpers.course.gradient_blocks import autograd_block, training_block
 from flash_helpers.course.links import nav_block, next_block, path_block, picture_block
 from flash_helpers.course.number_blocks import SOURCES, numbers_block
-from flash_helpers.course.ring_blocks import TABLES, ring_block
+from flash_helpers.course.ring_blocks import TABLES, ring_block, rings_block
 from flash_helpers.course.sass_blocks import (
     bound_block,
     listing_block,
@@ -149,6 +149,9 @@ KINDS: Mapping[str, Kind] = {
         "NAME", "benchmarks/results/NAME.json, speed through autograd", autograd_block, 1, 1
     ),
     "ring": Kind("|".join(TABLES), "what a ring of GPUs costs, by arithmetic", ring_block, 1, 1),
+    "rings": Kind(
+        "NAME", "benchmarks/results/NAME.json, speeds of rings of GPUs", rings_block, 1, 1
+    ),
     "live_registers": Kind(
         "", "the share of live registers that are those of nvdisasm", live_registers_block
     ),

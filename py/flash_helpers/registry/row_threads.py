@@ -200,8 +200,8 @@ def competing_shapes(
     if len(found) < _FEW:
         for shape in (s for s in _LONG if s["row_threads"] <= most_threads):
             most = most_chunks(shape["n_warps"], chunk_registers)
-            shape = {**shape, "chunks": min(shape["chunks"], 1 << most.bit_length() - 1)}
-            if shape not in found:
+            shape = {**shape, "chunks": min(shape["chunks"], (1 << most.bit_length()) >> 1)}
+            if shape["chunks"] and shape not in found:
                 found.append(shape)
     return found
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flash_helpers.operations.norm.grid import MOST_THREADS, distance
 from flash_helpers.operations.norm_backward.problem import NormBackward
 from flash_helpers.operations.norm_backward.problems import measured
 from flash_helpers.registry.problem import Element
-from flash_helpers.registry.row_threads import GRID_WIDTHS, Fields, competing_shapes, octaves
+from flash_helpers.registry.row_threads import (
+    CHUNK_BYTES,
+    CHUNK_REGISTERS,
+    GRID_WIDTHS,
+    Fields,
+    competing_shapes,
+)
+
+__all__ = ["GROUPS", "competing", "distance"]
 
 GROUPS = {
     f"{'rms' if rms else 'layer'}_norm_backward_{dtype.short}": tuple(
@@ -17,18 +26,13 @@ GROUPS = {
     for rms in (False, True)
     for dtype in (Element.BF16, Element.FP32)
 }
-MOST_THREADS = 512  # of a row: 1024 have 64 registers each, too few for a chunk and its sums
-_OTHER_NORM = 100.0  # octaves
 
 
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
-    """Return the step and the fields of each config that competes."""
-    step = "q1" if problem.rms else "e4"
-    registers = 24 if problem.dtype is not Element.FP32 else 16  # of a chunk and its sums, at most
+    """Return the family, for its last step, and the fields of each config that competes."""
+    family = "rms_norm_backward" if problem.rms else "layer_norm_backward"
+    # of x and dy, and a sum or two of each column
+    sums = (1 if problem.rms else 2) * CHUNK_BYTES // problem.dtype.bytes
+    registers = 2 * CHUNK_REGISTERS + sums
     shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS, registers)
-    return [(step, shape) for shape in shapes]
-
-
-def distance(one: NormBackward, other: NormBackward) -> float:
-    """Return how far apart two problems are, in octaves of the bytes of their rows."""
-    return octaves(one, other) + _OTHER_NORM * (one.rms != other.rms)
+    return [(family, shape) for shape in shapes]
