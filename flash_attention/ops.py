@@ -16,6 +16,7 @@ compute capability 8.0 on, and on CPU tensors in the simulator.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ import torch
 from flash_attention._operators import below_autograd, compile_while_tracing, define
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.diagonal.problem import Diagonal
+from flash_helpers.operations.diagonal_backward.baselines import gradient_of_a
+from flash_helpers.operations.diagonal_backward.problem import DiagonalBackward
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm_backward.formulas import gradients
@@ -58,6 +61,13 @@ _ELEMENTS = (Element.FP16, Element.BF16, Element.FP32)
 _ASKED = (None, ())  # no config and no options
 
 
+def _choose(kind: type[Problem], asked: object, tensors: Mapping[str, Laid]) -> Config:
+    """Return the config for the problem that tensors pose."""
+    first = next(iter(kind.axes))
+    problem = posed_problem(kind, element_of(first, tensors[first], _ELEMENTS), tensors)
+    return choose_config(problem, tensors[first].device)
+
+
 def _define(
     schema: str,
     kind: type[Problem],
@@ -75,10 +85,7 @@ def _define(
         inputs = (name for name in kind.axes if name != output)
         return named(zip(inputs, args, strict=True))
 
-    def choose(asked: object, tensors: Mapping[str, Laid]) -> Config:
-        first = next(iter(kind.axes))
-        problem = posed_problem(kind, element_of(first, tensors[first], _ELEMENTS), tensors)
-        return choose_config(problem, tensors[first].device)
+    choose = functools.partial(_choose, kind)
 
     def function(*args: torch.Tensor | None) -> torch.Tensor:
         tensors = given(args)
@@ -119,8 +126,40 @@ class _DiagonalMatmul(torch.autograd.Function):
     def backward(ctx: Any, dC: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, B = ctx.saved_tensors
         _, of_a, of_B = ctx.needs_input_grad
-        da = (dC.float() * B.float()).sum(-1).to(a.dtype) if of_a else None
+        if of_a and not torch.is_grad_enabled():
+            da, dB = _diagonal_backward(a.contiguous(), B, _rows(dC), of_B)
+            return None, da, dB if of_B else None
+        # these are to be differentiated, too, or dB is the only one
+        da = gradient_of_a(B, dC) if of_a else None
         return None, da, diagonal_matmul(a, dC) if of_B else None
+
+
+def _diagonal_gradients(
+    a: torch.Tensor, B: torch.Tensor, dC: torch.Tensor, of_B: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = (a, B, dC, None, *((dC.new_empty(dC.shape),) if of_B else ()))
+    names = ("a", "b", "dc", "da", "db")[: len(given)]
+    choose = functools.partial(_choose, DiagonalBackward)
+    _, _, _, da, *dB = compute(DiagonalBackward, _ASKED, names, given, choose)
+    return da, dB[0] if of_B else dC.new_empty(0)
+
+
+def _fake_diagonal_gradients(
+    a: torch.Tensor, B: torch.Tensor, dC: torch.Tensor, of_B: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = {"a": a, "b": B, "dc": dC}
+    if constant_call(DiagonalBackward, None, tensors) is None:
+        compile_while_tracing(_choose(DiagonalBackward, _ASKED, tensors), a.device)
+    return a.new_empty(a.shape), dC.new_empty(dC.shape if of_B else 0)
+
+
+_diagonal_backward = define(
+    "diagonal_backward(Tensor a, Tensor B, Tensor dC, bool of_B) -> (Tensor, Tensor)",
+    _diagonal_gradients,
+    _fake_diagonal_gradients,
+    refusal="diagonal_backward is no function to differentiate: call ops.diagonal_matmul, and its "
+    "backward pass with create_graph=True",
+)
 
 
 def _diagonal_gradient(keys: torch._C.DispatchKeySet, *args: torch.Tensor) -> torch.Tensor:
@@ -147,8 +186,9 @@ def diagonal_matmul(a: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     a[:, None] * B. NaN and infinities of B stay in their rows; torch.diag(a) @ B also multiplies
     them by zeros, which gives NaN in other rows. A B without elements gives an empty C.
 
-    Gradients: that of B is diag(a) dC, by the same kernel. That of a, the sum of dC · B along each
-    row, is computed by PyTorch in fp32. Both can be differentiated again.
+    Gradients: that of a is the sum of dC · B along each row, in fp32 and rounded once, and that of
+    B diag(a) dC. A kernel computes both in one read of B and dC. Both can be differentiated again:
+    PyTorch's operators then compute that of a.
 
     Raises TypeError for another dtype, or two; ValueError for shapes that do not fit together and
     tensors on two devices; RuntimeError for a device that runs no kernel.

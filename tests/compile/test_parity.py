@@ -15,9 +15,9 @@ variable lengths family backward has up to three branches and selects more or le
 takes a branch where the other selects, and keeps a flag of a loop in a predicate. So do steps d2 to
 d4 of family decode. In d5 one compiler copies the loops over parts for each answer of a branch in
 them, and only what moves and multiplies tiles is compared; so in d8. Machine code of families
-layer_norm, rms_norm, softmax and softmax_backward is equal where a warp has a row, and that of
-families diagonal and merge_states, since there is no shared memory. In n3 one compiler loads the
-addresses of weight and bias again.
+layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is equal where a warp has a
+row, and that of families diagonal and merge_states, since there is no shared memory. In n3 one
+compiler loads the addresses of weight and bias again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ SAME_ALTHOUGH = {
     "p5_bf16_d96_Br64_Bc32",
     # rows of a warp: no shared memory
     *(f"{step}_{dtype}_w4_c16_t32" for step in ("n4", "r1") for dtype in ("fp16", "bf16", "fp32")),
-    *(f"{step}_{dtype}_w4_c4_t32" for step in ("s4", "f1") for dtype in ("fp16", "bf16", "fp32")),
+    *(
+        f"{step}_{dtype}_w4_c4_t32"
+        for step in ("s4", "f1", "i1")
+        for dtype in ("fp16", "bf16", "fp32")
+    ),
 }
 """Configs of other families whose machine code is equal, too."""
 CHOOSES_OTHERWISE = {"backward": ("softcap", "varlen")}

@@ -261,7 +261,13 @@ def test_it_is_an_operator_as_pytorch_wants_it(name: str) -> None:
         torch.library.opcheck(operator, (*given[:2], None))
 
 
-def test_the_gradient_of_softmax_is_an_operator_whose_own_gradient_is_refused() -> None:
+def test_gradients_are_operators_whose_own_gradients_are_refused() -> None:
+    a, B = drawn_diagonal(Element.FP32)
+    operator = torch.ops.flash_attention.diagonal_backward.default
+    for of_B in (False, True):
+        torch.library.opcheck(operator, (a, B, B.clone(), of_B))
+    with pytest.raises(RuntimeError, match=r"call ops\.diagonal_matmul"):
+        operator(a.requires_grad_(), B, B.clone(), True)[0].sum().backward()
     y, dy = (x.requires_grad_() for x in draw_softmax("normal", RowsBackward(3, 37)).values())
     operator = torch.ops.flash_attention.softmax_backward.default
     torch.library.opcheck(operator, (y.detach(), dy.detach()))

@@ -24,14 +24,17 @@ _U = 2.0**-24  # unit roundoff of fp32
 _SMALLEST = 2.0**-126  # of fp32; smaller results may be flushed to zero
 
 
+def most_additions(width: int) -> float:
+    """Return the additions that a product of a row takes part in, at most."""
+    return max(width / LEAST_THREADS, min(width, MOST_OF_FEW)) + TREES
+
+
 def reference(problem: RowsBackward, inputs: Mapping[str, torch.Tensor]) -> Reference:
     """Return dx of a problem and its bound."""
     y, dy = (inputs[name].double() for name in ("y", "dy"))
     products = y * dy
     expected = y * (dy - products.sum(-1, keepdim=True))
-    width = problem.width
-    additions = max(width / LEAST_THREADS, min(width, MOST_OF_FEW)) + TREES
-    of_sum = (additions + 1) * products.abs().sum(-1, keepdim=True)
+    of_sum = (most_additions(problem.width) + 1) * products.abs().sum(-1, keepdim=True)
     errors = _U * (y.abs() * of_sum + 3 * expected.abs()) + _SMALLEST
     own = plain(inputs["y"], inputs["dy"])
     return Reference({"dx": expected}, {"dx": computed_bound(expected, errors, own)})
