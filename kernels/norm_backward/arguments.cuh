@@ -25,8 +25,11 @@ struct LayerNormBackwardKernelConfig {
     // Threads that have a row.
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     constexpr int chunk_elements() const { return dtype == DType::FP32 ? 4 : 8; }
-    // Of a thread: per chunk 4 of x, 4 of dy and two sums per column, and up to 48 others.
-    constexpr int registers() const { return chunks * (8 + 2 * chunk_elements()) + 48; }
+    // Of a thread: per chunk 4 of x, 4 of dy, from e5 on as many of the next row, and two sums per
+    // column; and up to 48 others.
+    constexpr int registers() const {
+        return chunks * ((layer_norm_backward < 5 ? 8 : 16) + 2 * chunk_elements()) + 48;
+    }
     constexpr int blocks_per_sm() const { return row_blocks_per_sm(n_threads(), registers()); }
     // Columns that the threads of a row have at once.
     constexpr int tile() const { return threads_per_row() * chunks * chunk_elements(); }

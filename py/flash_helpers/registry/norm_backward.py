@@ -24,7 +24,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.row_threads import (
     CHUNK_BYTES,
@@ -45,8 +45,9 @@ PADDING = 8  # a row of partial sums ends at a multiple of as many columns, in a
 # Kernels, by their C++ functions.
 ROWS, COLUMNS, COMBINE = "rows_kernel", "columns_kernel", "combine_kernel"
 
-# A trait of steps.
+# Traits of steps.
 ONE_PASS = "one_pass"  # persistent blocks sum columns while they have their rows
+NEXT_ROW = "next_row"  # the next row of a thread is loaded while it works on one
 
 # Members of the arguments that point into buffers.
 PARTIAL, ROW_SUMS = "partial", "row_sums"
@@ -83,8 +84,10 @@ class NormBackwardConfig(RowConfig):
 
     @property
     def chunk_registers(self) -> int:
-        """Registers of a thread per chunk: x, dy, and the sums of its columns."""
-        return 2 * CHUNK_REGISTERS + self.sums * self.chunk_elements
+        """Registers of a thread per chunk: x, dy, as much of the next row if that is on its way,
+        and the sums of its columns."""
+        rows = 2 if NEXT_ROW in self.step.traits else 1
+        return rows * 2 * CHUNK_REGISTERS + self.sums * self.chunk_elements
 
     @property
     def blocks_per_sm(self) -> int:
@@ -270,6 +273,12 @@ LAYER_NORM_BACKWARD = Family(
             opens={"row_threads": _ROW_THREADS},
             traits=frozenset({ROW_THREADS}),
         ),
+        StepEntry(
+            "next_row",
+            "the next row on its way while threads work on one",
+            _file("e5"),
+            traits=frozenset({NEXT_ROW, HELD_BACK}),
+        ),
     ),
     targets=_TARGETS,
     kernels=_KERNELS,
@@ -277,7 +286,7 @@ LAYER_NORM_BACKWARD = Family(
     dtypes=_DTYPES,
     computing=frozenset(),
     simulated_budget=10_000_000,
-    matrix_budget=4_000_000,
+    matrix_budget=12_000_000,
 )
 
 RMS_NORM_BACKWARD = Family(
@@ -304,5 +313,5 @@ RMS_NORM_BACKWARD = Family(
     dtypes=_DTYPES,
     computing=frozenset(),
     simulated_budget=5_000_000,
-    matrix_budget=1_000_000,
+    matrix_budget=2_000_000,
 )

@@ -260,6 +260,8 @@ def test_thread_blocks_with_several_rows_give_the_same_bits_in_each_call(
         "e4_fp32_w2_c1_t16",
         "e4_fp16_w4_c2_t32",
         "e4_bf16_w4_c1_t64",
+        "e5_bf16_w4_c1_t8",
+        "e5_fp32_w4_c1_t64",
         "q1_bf16_w2_c1_t8",
         "q1_fp32_w4_c1_t64",
     ],
@@ -356,7 +358,7 @@ def test_a_kernel_of_one_function_has_the_usual_problem_of_the_other_adapted(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((1, Element.BF16, 8, 4), "e1 fixes chunks 0; choose e3 to e4"),
+        ((1, Element.BF16, 8, 4), "e1 fixes chunks 0; choose e3 to e5"),
         ((3, Element.BF16, 8, 0), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 16, 4), "need 144 registers per thread, of which there are 128"),
         ((4, Element.BF16, 4, 9, 32), "need 264 registers per thread, of which there are 255"),
@@ -370,7 +372,7 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
 
 def test_a_sweep_tries_all_that_fits_into_registers_and_shared_memory() -> None:
     found = [*LAYER_NORM_BACKWARD.sweep(), *RMS_NORM_BACKWARD.sweep()]
-    assert {config.step.id for config in found} == {"e3", "e4", "q1"}
+    assert {config.step.id for config in found} == {"e3", "e4", "e5", "q1"}
     assert all(config.smem_bytes <= 99 * 1024 for config in found)
     assert {config.row_threads for config in found if config.step.id == "e4"} == {
         *(8, 16, 32, 64, 128, 256, 512)

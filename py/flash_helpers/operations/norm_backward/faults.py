@@ -9,7 +9,7 @@ from flash_helpers.check.faults import MAIN_LOOP, Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.norm_backward.problem import NormBackward
-from flash_helpers.ptx import RaceError
+from flash_helpers.ptx import OutOfBoundsError, RaceError
 
 BF16 = Element.BF16
 
@@ -30,6 +30,10 @@ FAULTS = {
     "e4: the sums of a row's first warp are taken for those of all": Fault(
         "e4", BF16, MAIN_LOOP, r"and\.b32\s.*, 3;", swap(", 3;", ", 0;"), nth(0), quantity="dx",
         kernel="rows_kernel",
+    ),
+    "e5: behind the last row another one is loaded": Fault(
+        "e5", BF16, MAIN_LOOP, r"selp\.b32", swap(r"selp\S+\s+(%r\d+), (%r\d+), 0, .*;",
+        r"mov.b32 \1, \2;"), nth(1), OutOfBoundsError, "__ldg(args.", kernel="rows_kernel",
     ),
     "q1: the sum of a row is not divided by the width": Fault(
         "q1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",

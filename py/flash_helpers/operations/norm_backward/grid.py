@@ -29,10 +29,12 @@ GROUPS = {
 
 
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
-    """Return the family, for its last step, and the fields of each config that competes."""
-    family = "rms_norm_backward" if problem.rms else "layer_norm_backward"
-    # of x and dy, and a sum or two of each column
+    """Return the step and the fields of each config that competes."""
+    # of x and dy, and a sum or two of each column; from e5 on of the next x and dy, too
     sums = (1 if problem.rms else 2) * CHUNK_BYTES // problem.dtype.bytes
-    registers = 2 * CHUNK_REGISTERS + sums
-    shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS, registers)
-    return [(family, shape) for shape in shapes]
+    found = []
+    for step, matrices in [("q1", 2)] if problem.rms else [("e4", 2), ("e5", 4)]:
+        registers = matrices * CHUNK_REGISTERS + sums
+        shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS, registers)
+        found += [(step, shape) for shape in shapes]
+    return found
