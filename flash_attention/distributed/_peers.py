@@ -122,8 +122,8 @@ def _import() -> Any:
 
 
 def _try(make: Callable[[], Any], found: list[Any]) -> bool:
-    """Append what a function makes; return whether it raised nothing. What PyTorch raises where a
-    driver or an installation cannot share memory has no type of its own."""
+    """Append what a function makes; return whether it raised nothing. PyTorch's errors have no
+    type of their own where a driver or an installation cannot share memory."""
     try:
         found.append(make())
     except Exception:

@@ -1,4 +1,4 @@
-"""What kernels of several operations are measured beside: torch.compile, and a copy."""
+"""Libraries that kernels of several operations are measured beside: torch.compile, and a copy."""
 
 from __future__ import annotations
 
