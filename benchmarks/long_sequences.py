@@ -76,6 +76,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         shown = text if number is None else f"{text} (default: {number})"
         parser.add_argument(name, type=positive, default=number, metavar="N", help=shown)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--no-pytorch", action="store_true", help="leave out PyTorch's context parallel"
+    )
     return parser.parse_args(argv)
 
 
@@ -100,7 +103,8 @@ def measure_here(arguments: argparse.Namespace, ranks: int) -> tuple[RingSpeed, 
     from long_sequences_process import Measurer  # late, so that --help is fast
 
     store = os.environ.get(STORE, "env://")
-    measurer = Measurer(arguments.device, arguments.rounds, arguments.sample_ms, store)
+    options = arguments.device, arguments.rounds, arguments.sample_ms, not arguments.no_pytorch
+    measurer = Measurer(*options, store)
     return measurer.records(problems(arguments, ranks))
 
 

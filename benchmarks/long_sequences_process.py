@@ -44,12 +44,15 @@ class Measurer:
     """The measurements of a rank.
 
     device: "cuda" or "cpu". rounds: of each problem. sample_ms: least milliseconds of the calls in
-    a round; the simulator makes one call.
+    a round; the simulator makes one call. beside_pytorch: whether PyTorch's context parallel takes
+    part.
     """
 
-    def __init__(self, device: str, rounds: int, sample_ms: float, store: str) -> None:
+    def __init__(
+        self, device: str, rounds: int, sample_ms: float, beside_pytorch: bool, store: str
+    ) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.rounds, self.sample_ms = rounds, sample_ms
+        self.rounds, self.sample_ms, self.beside_pytorch = rounds, sample_ms, beside_pytorch
         self.is_cuda = device == "cuda"
         self.device = torch.device("cpu")
         backend = "gloo"
@@ -90,7 +93,9 @@ class Measurer:
         record = self._checked(ring.record, (q, k, v), own)
         ring.record = record
         not_run = ""
-        if not self.is_cuda:
+        if not self.beside_pytorch:
+            not_run = "left out by --no-pytorch"
+        elif not self.is_cuda:
             not_run = "PyTorch's context parallel has kernels for CUDA tensors alone"
         elif problem.kv_heads != problem.heads:
             not_run = "PyTorch's context parallel takes equal numbers of heads"

@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
+from drawn_figure import collisions
 from fake_backend import ROOT, fake_backend, load_tool
 
 from flash_helpers.console.tables import DASH
 from flash_helpers.course.blocks import render
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.measure.machine import provenance
+from flash_helpers.measure.results import RESULTS
 from flash_helpers.measure.ring_costs import (
     Machine,
     Shape,
@@ -23,6 +25,13 @@ from flash_helpers.measure.ring_costs import (
     scale_table,
     share_of_one,
     times,
+)
+from flash_helpers.measure.ring_plot import (
+    FILES,
+    ring_figure,
+    ring_numbers,
+    ring_svg,
+    stale_rings,
 )
 from flash_helpers.measure.ring_speeds import (
     BOTH,
@@ -125,6 +134,40 @@ def test_what_was_not_run_says_why_and_a_simulator_tells_no_speed(tmp_path) -> N
     assert "no GPU" in found.markdown()
     found.save(tmp_path / "a.json")
     assert RingSpeeds.load(tmp_path / "a.json") == found
+
+
+def test_the_page_and_its_picture_have_the_measured_speeds(tmp_path) -> None:
+    found = speeds(
+        *(
+            speed(name, ranks, samples_ms=(2.0,), tokens=tokens, passes=passes)
+            for name, ranks in ((ONE, 1), (RING, 2))
+            for tokens in (1000, 4000)
+            for passes in (FORWARD, BOTH)
+        ),
+        speed(next(iter(PYTORCH)), 2, not_run="no GPU"),
+    )
+    panels = ring_numbers(found)["panels"]
+    assert [*panels] == [f"causal, {passes}" for passes in (FORWARD, BOTH)]
+    both = panels[f"causal, {BOTH}"]
+    assert [*both] == [ONE, RING] and [*both[RING]] == ["1000", "4000"]
+    file = tmp_path / RESULTS.with_name("long_sequences_h100.json")
+    picture = tmp_path / "docs/images/long_sequences_h100.svg"
+    for folder in (file.parent, picture.parent):
+        folder.mkdir(parents=True)
+    found.save(file)
+    assert [*stale_rings(tmp_path)] == [picture]
+    picture.write_text(ring_svg(stale_rings(tmp_path)[picture]))
+    assert stale_rings(tmp_path) == {}
+    page = PurePosixPath("docs/long_sequences.md")
+    text = render(Evidence(tmp_path), "rings", "long_sequences_h100", page)
+    assert "](images/long_sequences_h100.svg)" in text and found.table().markdown() in text
+    speed_told = found.speeds[-2].tflops
+    assert f"with 4,000, forward and backward: {speed_told:.0f} causal" in text
+
+
+def test_no_text_of_a_committed_picture_is_crossed_by_a_line_or_meets_another() -> None:
+    for file in (ROOT / RESULTS).parent.glob(FILES):
+        assert collisions(ring_figure(ring_numbers(RingSpeeds.load(file)))) == []
 
 
 # -- the tool --------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from flash_helpers.measure.results import (
     load_results,
     results_by_family,
 )
+from flash_helpers.measure.ring_plot import FILES as RINGS
 from flash_helpers.measure.training_plot import FILES, picture_path
 
 BOTH = (PROGRESSION, SEQ_LEN)
@@ -218,8 +219,9 @@ return [...new Set(found)];
 @pytest.mark.slow
 def test_no_text_of_a_committed_plot_is_crossed_in_a_browser(root: Path, tmp_path: Path) -> None:
     """The files may be older than the code that draws them."""
-    trainings = (picture_path(file.stem) for file in (root / RESULTS).parent.glob(FILES))
-    pictures = [*PLOTS, *map(stairs_path, FAMILIES), *trainings]
+    files = [file for names in (FILES, RINGS) for file in (root / RESULTS).parent.glob(names)]
+    others = (picture_path(file.stem) for file in files)
+    pictures = [*PLOTS, *map(stairs_path, FAMILIES), *others]
     with open_browser(tmp_path) as browser:
         struck = {}
         for picture in pictures:

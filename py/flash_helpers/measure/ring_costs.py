@@ -41,7 +41,7 @@ class Step:
     """One of the steps of a ring in one rank: a rank's queries on the keys of one rank.
 
     operations: of the kernels, in the mean over the steps. sent: bytes to the next rank. merged:
-    bytes of memory that the sums in fp32 cost beside the kernels.
+    bytes of memory that merging and adding cost beside the kernels.
     """
 
     operations: float
@@ -66,11 +66,11 @@ class Shape:
     causal: bool = True
 
     def forward(self) -> Step:
-        """Two products; K and V travel in 16 bits. Merging reads o of the step, converts it, and
-        reads and writes the sums."""
+        """Two products; K and V travel in 16 bits. Merging reads o of the step, and behind the last
+        step writes o."""
         own = self.tokens * self.heads * self.d_head
         of_keys = self.tokens * self.kv_heads * self.d_head
-        merged = own * (_HALF + 2 * _FLOAT + 2 * _FLOAT)
+        merged = own * 2 * _HALF  # for one step, the most
         return Step(4 * own * self.tokens * self._share, 2 * _HALF * of_keys, merged)
 
     def backward(self) -> Step:
@@ -114,14 +114,14 @@ def share_of_one(shape: Shape, ranks: int, machine: Machine, *, backward: bool) 
     """Return the speed of each GPU of a ring over that of one GPU with as many tokens.
 
     backward: of both passes; otherwise of the forward pass. The sums of dK and dV make one more
-    hop, which nothing hides.
+    hop, in 16 bits, which nothing hides.
     """
     passes = [times(shape.forward(), machine.forward, ranks, machine)]
     last_hop = 0.0
     if backward:
         step = shape.backward()
         passes.append(times(step, machine.backward, ranks, machine))
-        last_hop = step.sent * _FLOAT / (_HALF + _FLOAT) / machine.link(ranks) / 1e6
+        last_hop = step.sent * _HALF / (_HALF + _FLOAT) / machine.link(ranks) / 1e6
     kernels = ranks * sum(of_pass.kernels for of_pass in passes)
     whole = kernels + ranks * sum(of_pass.sums for of_pass in passes)
     whole += (ranks - 1) * sum(of_pass.exposed for of_pass in passes)

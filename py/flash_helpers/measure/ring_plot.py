@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FILES = "long_sequences_*.json"  # beside RESULTS; each has a picture of its own
 
 _SIZE = (9.0, 2.6)  # of a row of panels, in inches
+_MARGIN = 1.5  # beside the shortest and the longest sequence, as a factor
 _FLASH, _CUDNN = PYTORCH
 _COLOURS: Mapping[str, str] = MappingProxyType(
     {ONE: TEXT, RING: ORANGE, _CUDNN: BLUE, _FLASH: "#8957e5"}
@@ -71,7 +72,8 @@ def ring_figure(numbers: Numbers) -> Figure:
             panel.set_xscale("log", base=2)
             panel.set_xticks(tokens, [f"{n:,}" for n in tokens])
             panel.minorticks_off()
-            panel.set_ylim(0)
+            panel.set_xlim(tokens[0] / _MARGIN, tokens[-1] * _MARGIN)
+            panel.set_ylim(0, 1.1 * max(max(own.values()) for own in panels[title].values()))
         axes[0].set_ylabel("TFLOP/s per GPU")
         for panel in axes[-2:]:
             panel.set_xlabel("tokens per GPU")
