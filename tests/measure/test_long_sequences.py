@@ -116,6 +116,10 @@ def test_a_ring_is_compared_with_one_gpu_of_as_many_tokens() -> None:
     assert one.tflops == pytest.approx(0.8e9 / 2e9)
     assert ring.tflops == pytest.approx(1.6e9 / 5e9)
     assert ring.hidden == pytest.approx(0.9)
+    assert one.link is None and replace(ring, passes=BOTH).link is None
+    assert ring.link == pytest.approx(
+        1.6e6 / 5e-3 / 1e9
+    )  # K and V of 400,000 elements, 2 bytes each
     first, second = speeds(one, ring).table().rows
     assert first[-4] == "1.00"
     assert second == [RING, "2,000", "causal", FORWARD, "2", "0", "0.80", "90%", "1.0", DASH]

@@ -79,6 +79,15 @@ class RingSpeed:
         whole = sum(self.transfers_ms)
         return 1.0 - sum(self.stalls_ms) / whole if whole else None
 
+    @property
+    def link(self) -> float | None:
+        """GB/s of the transfers of a forward pass, K and V to the next rank, with the waits for
+        one another around them; None without events, and for both passes."""
+        if not self.transfers_ms or self.passes != FORWARD:
+            return None
+        sent = (self.ranks - 1) * 4 * self.tokens * self.kv_heads * self.d_head
+        return sent / statistics.median(self.transfers_ms) / 1e6
+
 
 @dataclass(frozen=True)
 class RingSpeeds(RecordFile):
@@ -125,6 +134,8 @@ class RingSpeeds(RecordFile):
     def markdown(self) -> str:
         """Markdown of the table, and of the machine and software of the measurement."""
         found = self.provenance
+        links = [link for speed in self.speeds if (link := speed.link) is not None]
+        told = f"K and V travel at up to {max(links):.0f} GB/s. " if links else ""
         facts = [found.built_with, f"PyTorch {found.torch}"]
         facts.append(f"medians of {self.rounds} rounds of {self.sample_ms:g} ms, in turns")
-        return f"{self.table().markdown()}\n\n{found.sentence(*facts)}"
+        return f"{self.table().markdown()}\n\n{told}{found.sentence(*facts)}"
