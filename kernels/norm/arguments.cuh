@@ -43,6 +43,29 @@ struct RmsNormKernelConfig {
     friend auto operator<=>(const RmsNormKernelConfig &, const RmsNormKernelConfig &) = default;
 };
 
+// One kernel of the norm_cluster family.
+struct NormClusterKernelConfig {
+    // fields:begin
+    int norm_cluster; // the step
+    DType dtype;
+    int n_warps; // of the thread block
+    int chunks; // of 16 bytes of the row, which a thread keeps in registers
+    int cluster_blocks; // thread blocks that have a row
+    bool rms; // RMS norm instead of layer norm
+    // fields:end
+
+    constexpr int n_threads() const { return n_warps * 32; }
+    // Of 64 registers per thread.
+    constexpr int blocks_per_sm() const { return 1024 / n_threads(); }
+    // Chunks of x, weight and bias; a barrier and a sum of each warp and each block, twice.
+    constexpr int smem_bytes() const {
+        return 3 * chunks * n_threads() * 16 +
+               2 * (8 + (n_warps + cluster_blocks) * int(sizeof(float)));
+    }
+    friend auto operator<=>(const NormClusterKernelConfig &,
+                            const NormClusterKernelConfig &) = default;
+};
+
 // x and y have shape (rows, width), stride 1 along a row and these strides from row to row, in
 // elements. weight and bias (width), and the outputs mean and rstd (rows), have stride 1; each is
 // null if a call leaves it out. No output overlaps an input, because inputs are read through the

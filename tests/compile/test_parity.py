@@ -55,7 +55,7 @@ SAME_ALTHOUGH = {
 """Configs of other families whose machine code is equal, too."""
 CHOOSES_OTHERWISE = {"backward": ("softcap", "varlen")}
 """Flags of a family's configs with which one compiler takes a branch where the other selects."""
-STEPS_CHOOSE_OTHERWISE = {"d2", "d3", "d4"}
+STEPS_CHOOSE_OTHERWISE = {"a1", "d2", "d3", "d4"}
 """Steps of which all configs do so."""
 LOADS_ARGUMENTS = {"n3"}
 """Steps in which one compiler loads an argument again where the other keeps it."""
@@ -67,7 +67,7 @@ CHOICE = re.compile(r"(?:bra|selp|setp|mov)\b")
 
 
 def both(config: Config, function: str, folder: Path) -> tuple[Result, Result]:
-    (target,) = config.family.targets_for([90 if "90a" in config.family.targets else 80])
+    (target,) = config.family.targets_for([80]) or config.family.targets_for([90])
     unit = folder / f"{config.kernels[function]}.cu"
     unit.write_text(kernel_unit(config, function))
     nvrtc, nvcc = (compiler_called(name) for name in ("NVRTC", "nvcc"))

@@ -237,9 +237,10 @@ class Family(Generic[C]):
 
     def targets_for(self, architectures: Iterable[int]) -> tuple[str, ...]:
         """Return the family's targets in a library for architectures such as 90, which includes
-        90a; none if the family has no such target."""
+        90a; none for an architecture that the kernels do not run on."""
         if self.is_portable:
-            return tuple(map(str, architectures))
+            lowest = min(self.capabilities)
+            return tuple(str(number) for number in architectures if number >= lowest)
         numbers = [str(architecture) for architecture in architectures]
         return tuple(target for target in self.targets if target[:-1] in numbers)
 

@@ -13,6 +13,7 @@ from tiers import committed, each
 
 import flash_attention
 from flash_helpers.check.errors import Reference, measure_error
+from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import Element
 from flash_helpers.operations.norm import OPERATION
 from flash_helpers.operations.norm.baselines import run
@@ -27,8 +28,10 @@ from flash_helpers.registry.norm import (
     NormConfig,
     RmsNormKernelConfig,
 )
+from flash_helpers.registry.norm_cluster import NORM_CLUSTER, NormClusterKernelConfig
 from flash_helpers.registry.row_threads import MAX_WIDTH, ROWS_IN_FLIGHT
 from flash_helpers.runtime.call import prepare
+from flash_helpers.runtime.simulator import run_shipped
 
 CONFIGS = committed(OPERATION)
 WIDTHS = (1, 2, 31, 33, 127, 1000, 2059)
@@ -209,8 +212,8 @@ def test_any_width_is_right_in_rows_at_any_element(config: NormConfig) -> None:
 @each_config
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_all_inputs_are_right(config: NormConfig, distribution: str) -> None:
-    width = 304 if ROWS_IN_FLIGHT in config.step.traits else 301
-    problem = full(config, 3, width)
+    whole = ROWS_IN_FLIGHT in config.step.traits or config.family is NORM_CLUSTER
+    problem = full(config, 3, 304 if whole else 301)  # of 8 elements, or with a head and a tail
     check(config, problem, draw(distribution, problem))
 
 
@@ -274,6 +277,41 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
     for name in ("x", "weight"):
         moved = spread(tensors[name], 0, 1)  # not at a multiple of 16 bytes
         check(config, problem, {**tensors, name: moved.copy_(tensors[name])})
+
+
+@pytest.mark.parametrize("distribution", ["far_mean", "not_finite"])
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("a1_bf16_w8_c1_k2", 4096),  # as many as the registers of a cluster hold
+        ("a1_bf16_w8_c1_k2_rms", 4096),
+        ("a1_fp16_w8_c2_k4", 999),  # no whole chunks
+        ("a1_fp32_w8_c1_k8", 20),  # fewer chunks than blocks
+        ("a1_fp32_w8_c1_k2_rms", 2052),  # longer than the registers
+    ],
+)
+def test_a_cluster_has_one_row_after_the_other(text: str, width: int, distribution: str) -> None:
+    config = NormClusterKernelConfig.from_short_form(text)
+    device = replace(largest_device(90), sms=2)
+    problem = full(config, 5, width)
+    (launch,) = config.call(problem, problem.strides(), device).launches
+    assert launch.grid == launch.cluster == (config.cluster_blocks, 1, 1)
+    tensors = draw(distribution, problem)
+    outputs = {
+        tensor.name: torch.full(tensor.shape, math.nan, dtype=DTYPES[tensor.element])
+        for tensor in problem.outputs
+    }
+    run_shipped(config, {**tensors, **outputs}, device=device, **problem.call_options())
+    assert not wrong(outputs, reference(problem, tensors))
+
+
+@pytest.mark.parametrize(
+    ("text", "clusters"), [("a1_bf16_w16_c4_k4", 64), ("a1_bf16_w32_c4_k8", 16)]
+)
+def test_clusters_fit_into_groups_of_16_sms(text: str, clusters: int) -> None:
+    config = NormClusterKernelConfig.from_short_form(text)
+    assert config.clusters(largest_device(90)) == clusters
+    assert config.clusters(replace(largest_device(90), sms=4)) == 1
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -360,6 +398,19 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LayerNormKernelConfig(*fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ((1, Element.BF16, 4, 4, 4), "n_warps 4 is not built: choose 8, 16 or 32"),
+        ((1, Element.BF16, 8, 8, 4), "chunks 8 is not built: choose 1, 2 or 4"),
+        ((1, Element.BF16, 8, 4, 16), "cluster_blocks 16 is not built: choose 2, 4 or 8"),
+    ],
+)
+def test_a_cluster_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        NormClusterKernelConfig(*fields)
 
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:

@@ -34,7 +34,7 @@ OPERATION = Operation(
         "triton_norm": "Triton",
     },
     metric=GBPS,
-    families=("norm:LAYER_NORM", "norm:RMS_NORM"),
+    families=("norm:LAYER_NORM", "norm:RMS_NORM", "norm_cluster:NORM_CLUSTER"),
     # 32 ms for the 7 * 8000 operations of (8, 1000), the mean of n1 to n4, measured
     simulated_ns=32e6 / (7 * 8 * 1000),
 )

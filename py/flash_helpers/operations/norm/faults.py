@@ -32,6 +32,10 @@ FAULTS = {
         "n5", BF16, PROLOGUE, r"setp\.ge\.s64", swap(r"setp\.ge(\S+\s+%p\d+), (%rd\d+), .*;",
         r"setp.gt\1, \2, \2;"), nth(1), OutOfBoundsError, "__ldg(reinterpret_cast",
     ),
+    "a1: sums are sent to other blocks without a release": Fault(
+        "a1", BF16, MAIN_LOOP, r"mbarrier\.arrive\.release", swap("release", "relaxed"), nth(0),
+        RaceError, "value += sums_smem[block]",
+    ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",

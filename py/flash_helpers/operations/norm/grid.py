@@ -8,6 +8,7 @@ from dataclasses import replace
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import measured
 from flash_helpers.registry.problem import Element
+from flash_helpers.registry.row_clusters import competing_clusters
 from flash_helpers.registry.row_threads import (
     GRID_WIDTHS,
     Fields,
@@ -30,9 +31,12 @@ _OTHER_NORM = 100.0  # octaves
 def competing(problem: Norm) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes."""
     shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS)
+    clusters = competing_clusters(problem.width, problem.dtype)
+    found = [("a1", {**shape, "rms": problem.rms}) for shape in clusters]
     if problem.rms:
-        return [("r1", shape) for shape in shapes]
-    return [("n4", s) for s in shapes] + [("n5", s) for s in shapes_in_flight(shapes)]
+        return [("r1", shape) for shape in shapes] + found
+    one, several = [("n4", s) for s in shapes], [("n5", s) for s in shapes_in_flight(shapes)]
+    return one + several + found
 
 
 def distance(one: Norm, other: Norm) -> float:

@@ -1,0 +1,96 @@
+"""The norm_cluster family of operation `norm`: a cluster has a row, on Hopper and later. Standard
+library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers.operations.norm import OPERATION
+from flash_helpers.operations.norm.supports import NormSupports
+from flash_helpers.registry.config import element, flag, number
+from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
+from flash_helpers.registry.norm import ARGUMENTS
+from flash_helpers.registry.problem import Element
+from flash_helpers.registry.row_clusters import (
+    CHUNKS,
+    CLUSTERS,
+    TARGETS,
+    WARPS,
+    RowClusterConfig,
+)
+
+
+@dataclass(frozen=True)
+class NormClusterKernelConfig(RowClusterConfig):
+    """One kernel of the norm_cluster family. `rms`: it computes RMS norm."""
+
+    example: ClassVar[str] = "a1_bf16_w16_c4_k4"
+    kept: ClassVar[int] = 2
+    sum_bytes: ClassVar[int] = Element.FP32.bytes
+
+    norm_cluster: int = number("a", "the step")
+    dtype: Element = element()
+    n_warps: int = number("w", "of the thread block")
+    chunks: int = number("c", "of 16 bytes of the row, which a thread keeps in registers")
+    cluster_blocks: int = number("k", "thread blocks that have a row")
+    rms: bool = flag("rms", "RMS norm instead of layer norm", default=False)
+
+    @property
+    def family(self) -> Family[Any]:
+        """The norm_cluster family."""
+        return NORM_CLUSTER
+
+    @property
+    def supports(self) -> NormSupports:
+        """Rows of any length that the config's threads can have, at any element."""
+        widest = self.widest("split the rows, and combine their sums of x and of squares")
+        return NormSupports(self.dtype, *widest, rms=self.rms)
+
+    def variants(self) -> tuple[NormClusterKernelConfig, ...]:
+        """Return the config, and that of the other function."""
+        return self, self.replace(rms=not self.rms)
+
+
+def _of_rms() -> Iterator[NormClusterKernelConfig]:
+    """Yield a kernel of RMS norm: only the sum of x is left out."""
+    for config in NORM_CLUSTER.progression():
+        if config.dtype is Element.BF16:
+            yield config.replace(rms=True)
+
+
+NORM_CLUSTER = Family(
+    name="norm_cluster",
+    title="layer norm and RMS norm along wide rows",
+    operation=OPERATION,
+    prefix="a",
+    rank=21,
+    config=NormClusterKernelConfig,
+    base=MappingProxyType({"n_warps": 16, "chunks": 4, "cluster_blocks": 4, "rms": False}),
+    entries=(
+        StepEntry(
+            "cluster_per_row",
+            "a cluster per row, with fixed columns, and the next row on its way",
+            "kernels/norm/a1.cuh",
+            parent="n4",
+            opens={
+                "n_warps": WARPS,
+                "chunks": CHUNKS,
+                "cluster_blocks": CLUSTERS,
+                "rms": (False, True),
+            },
+            traits=frozenset({HELD_BACK}),
+        ),
+    ),
+    targets=TARGETS,
+    kernels=MappingProxyType({"norm_kernel": ARGUMENTS}),
+    header=PurePosixPath("kernels/norm/arguments.cuh"),
+    dtypes=(Element.FP16, Element.BF16, Element.FP32),
+    computing=frozenset(),
+    simulated_budget=7_000_000,
+    matrix_budget=5_000_000,
+    also_listed=_of_rms,
+)
