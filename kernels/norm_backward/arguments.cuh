@@ -56,8 +56,11 @@ struct RmsNormBackwardKernelConfig {
     // Threads that have a row.
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     constexpr int chunk_elements() const { return dtype == DType::FP32 ? 4 : 8; }
-    // Of a thread: per chunk 4 of x, 4 of dy and a sum per column, and up to 48 others.
-    constexpr int registers() const { return chunks * (8 + chunk_elements()) + 48; }
+    // Of a thread: per chunk 4 of x, 4 of dy, from q2 on as many of the next row, and a sum per
+    // column; and up to 48 others.
+    constexpr int registers() const {
+        return chunks * ((rms_norm_backward < 2 ? 8 : 16) + chunk_elements()) + 48;
+    }
     constexpr int blocks_per_sm() const { return row_blocks_per_sm(n_threads(), registers()); }
     // Columns that the threads of a row have at once.
     constexpr int tile() const { return threads_per_row() * chunks * chunk_elements(); }

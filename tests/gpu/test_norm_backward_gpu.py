@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_problems import each
+from matrices import spread
 
 import flash_attention
 from flash_attention import ops
@@ -43,15 +44,6 @@ def full(config: NormBackwardConfig, rows: int, width: int) -> NormBackward:
     """The problem with all tensors."""
     given = {"weight": True, "dweight": True, "dbias": not config.rms}
     return NormBackward(rows, width, config.dtype, rms=config.rms, **given)
-
-
-def spread(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
-    """Memory full of NaN, and in it a view of x's shape: rows that are `gap` elements apart, from
-    an element `first` on."""
-    *rows, width = x.shape
-    size = first + math.prod(rows) * (width + gap)
-    memory = torch.full((size,), math.nan, dtype=x.dtype, device=x.device)
-    return memory[first:].as_strided(x.shape, (width + gap, 1)[-x.ndim :])
 
 
 def outputs_of(problem: NormBackward, device: torch.device) -> dict[str, torch.Tensor]:

@@ -286,7 +286,7 @@ LAYER_NORM_BACKWARD = Family(
     dtypes=_DTYPES,
     computing=frozenset(),
     simulated_budget=10_000_000,
-    matrix_budget=12_000_000,
+    matrix_budget=16_000_000,
 )
 
 RMS_NORM_BACKWARD = Family(
@@ -306,12 +306,18 @@ RMS_NORM_BACKWARD = Family(
             opens={"n_warps": _WARPS, "chunks": _CHUNKS, "row_threads": _ROW_THREADS},
             traits=frozenset({VECTOR_LOADS, ONE_PASS, ROW_IN_REGISTERS, ROW_THREADS}),
         ),
+        StepEntry(
+            "next_row_of_rms",
+            "the next row on its way while threads work on one",
+            _file("q2"),
+            traits=frozenset({NEXT_ROW, HELD_BACK}),
+        ),
     ),
     targets=_TARGETS,
     kernels=_KERNELS,
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=5_000_000,
-    matrix_budget=2_000_000,
+    simulated_budget=7_000_000,
+    matrix_budget=5_000_000,
 )

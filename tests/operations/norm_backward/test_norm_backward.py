@@ -264,6 +264,7 @@ def test_thread_blocks_with_several_rows_give_the_same_bits_in_each_call(
         "e5_fp32_w4_c1_t64",
         "q1_bf16_w2_c1_t8",
         "q1_fp32_w4_c1_t64",
+        "q2_bf16_w4_c2_t32",
     ],
 )
 def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str) -> None:
@@ -372,7 +373,7 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
 
 def test_a_sweep_tries_all_that_fits_into_registers_and_shared_memory() -> None:
     found = [*LAYER_NORM_BACKWARD.sweep(), *RMS_NORM_BACKWARD.sweep()]
-    assert {config.step.id for config in found} == {"e3", "e4", "e5", "q1"}
+    assert {config.step.id for config in found} == {"e3", "e4", "e5", "q1", "q2"}
     assert all(config.smem_bytes <= 99 * 1024 for config in found)
     assert {config.row_threads for config in found if config.step.id == "e4"} == {
         *(8, 16, 32, 64, 128, 256, 512)

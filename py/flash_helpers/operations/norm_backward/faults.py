@@ -39,6 +39,10 @@ FAULTS = {
         "q1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="dx", kernel="rows_kernel",
     ),
+    "q2: behind the last row another one is loaded": Fault(
+        "q2", BF16, MAIN_LOOP, r"selp\.b32", swap(r"selp\S+\s+(%r\d+), (%r\d+), 0, .*;",
+        r"mov.b32 \1, \2;"), nth(1), OutOfBoundsError, "__ldg(args.", kernel="rows_kernel",
+    ),
 }  # fmt: skip
 
 

@@ -30,10 +30,10 @@ GROUPS = {
 
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes."""
-    # of x and dy, and a sum or two of each column; from e5 on of the next x and dy, too
+    # of x and dy, and a sum or two of each column; from e5 and q2 on of the next x and dy, too
     sums = (1 if problem.rms else 2) * CHUNK_BYTES // problem.dtype.bytes
     found = []
-    for step, matrices in [("q1", 2)] if problem.rms else [("e4", 2), ("e5", 4)]:
+    for step, matrices in [("q1", 2), ("q2", 4)] if problem.rms else [("e4", 2), ("e5", 4)]:
         registers = matrices * CHUNK_REGISTERS + sums
         shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS, registers)
         found += [(step, shape) for shape in shapes]

@@ -1,0 +1,380 @@
+#pragma once
+// Step 2 of the rms_norm_backward family: the next row on its way. Parent: q1.
+//
+// What changed
+//   1. While threads work on a row, the chunks and rstd of their next row are loaded to registers
+//   of
+//      their own, as in e5.
+//
+// Why: a warp of q1 has nothing in flight between the first use of a row and the next turn of the
+// loop. 4 blocks of 4 warps ask for 64 KiB per SM where all of them load, and for less than half of
+// that on average. Here each warp has a row in flight at any time.
+//   Cost: 8 registers per chunk. With 4 chunks 144 registers per thread leave room for 3 blocks of
+//   4
+// warps instead of 4, which keep 48 KiB in flight; 40 KiB hide the latency of DRAM.
+// Expected, of 3.35 TB/s at 6 bytes per element: 85% from 1024 to 4096; no gain at 64, where many
+// warps of few registers hide the latency by themselves.
+//
+// benchmark:begin
+// benchmark:end
+// Verdict: not measured yet.
+//
+// Phases: as q1; phase 1 loads the next row.
+
+#include "elements.cuh"
+#include "kernels/norm_backward/arguments.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+
+namespace q2 {
+
+// Adds the values of the kThreads threads of a row and returns the sum to each: by a tree over the
+// lanes of each warp, then by one over the row's warps, if it has several. smem: (warps of the
+// block).
+template <int kThreads>
+__device__ __forceinline__ float row_sum(float value, float *smem) {
+#pragma unroll
+    for (int lanes = 1; lanes < kThreads && lanes < 32; lanes *= 2) {
+        value += __shfl_xor_sync(0xffffffff, value, lanes);
+    }
+    if constexpr (kThreads > 32) {
+        constexpr int kWarps = kThreads / 32; // of a row
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if (lane == 0) {
+            smem[warp] = value;
+        }
+        __syncthreads(); // a warp reads what the others have written
+        value = smem[warp / kWarps * kWarps + lane % kWarps];
+#pragma unroll
+        for (int lanes = 1; lanes < kWarps; lanes *= 2) {
+            value += __shfl_xor_sync(0xffffffff, value, lanes);
+        }
+    }
+    return value;
+}
+
+// Whether all rows of a matrix begin at multiples of 16 bytes.
+template <typename T>
+__device__ __forceinline__ bool is_aligned(const T *matrix, int64_t stride) {
+    const auto begin = reinterpret_cast<uintptr_t>(matrix), bytes = uintptr_t(stride) * sizeof(T);
+    return (begin | bytes) % kChunkBytes == 0;
+}
+
+// Puts an element behind those of a chunk, whose first one leaves.
+template <DType kDType>
+__device__ __forceinline__ void append(uint4 &chunk, ElementOf<kDType> element) {
+    if constexpr (kDType == DType::FP32) {
+        chunk = {chunk.y, chunk.z, chunk.w, __float_as_uint(element)};
+    } else {
+        chunk = {__funnelshift_r(chunk.x, chunk.y, 16), __funnelshift_r(chunk.y, chunk.z, 16),
+                 __funnelshift_r(chunk.z, chunk.w, 16), __funnelshift_r(chunk.w, element, 16)};
+    }
+}
+
+// The elements of a row from `first` on; zeros behind its end. aligned: all chunks of all rows
+// begin at multiples of 16 bytes, and none ends behind its row.
+template <DType kDType>
+__device__ __forceinline__ uint4 load_chunk(const ElementOf<kDType> *row_gmem, int first, int width,
+                                            bool aligned) {
+    if (aligned) {
+        return first < width ? __ldg(reinterpret_cast<const uint4 *>(row_gmem + first)) : uint4{};
+    }
+    uint4 chunk = {};
+#pragma unroll 1 // unrolled, this path would take more registers than the aligned one
+    for (int j = 0; j < kChunkElements<kDType>; ++j) {
+        append<kDType>(chunk,
+                       first + j < width ? __ldg(row_gmem + first + j) : ElementOf<kDType>(0));
+    }
+    return chunk;
+}
+
+// The inverse: stores the elements that the row has.
+template <DType kDType>
+__device__ __forceinline__ void store_chunk(ElementOf<kDType> *row_gmem,
+                                            const float (&rmem)[kChunkElements<kDType>], int first,
+                                            int width, bool aligned) {
+    constexpr int kChunk = kChunkElements<kDType>;
+    if (aligned) {
+        if (first < width) {
+            store_gmem_16(row_gmem + first, pack_chunk<kDType>(rmem));
+        }
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        if (first + j < width) {
+            row_gmem[first + j] = from_float<kDType>(rmem[j]);
+        }
+    }
+}
+
+// g = dy · weight for a chunk. weight: null if a call leaves it out.
+template <DType kDType>
+__device__ __forceinline__ void scale_chunk(float (&g_rmem)[kChunkElements<kDType>], uint4 dy,
+                                            const ElementOf<kDType> *weight_gmem, int first,
+                                            int width, bool aligned) {
+    constexpr int kChunk = kChunkElements<kDType>;
+    unpack_chunk<kDType>(g_rmem, dy);
+    if (weight_gmem != nullptr) {
+        float weight_rmem[kChunk];
+        unpack_chunk<kDType>(weight_rmem, load_chunk<kDType>(weight_gmem, first, width, aligned));
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+            g_rmem[j] *= weight_rmem[j];
+        }
+    }
+}
+
+// Adds a chunk to Σ g · x. Zeros behind the end of a row add nothing.
+template <DType kDType>
+__device__ __forceinline__ void add_sums(float &sum, const float (&g_rmem)[kChunkElements<kDType>],
+                                         uint4 x) {
+    constexpr int kChunk = kChunkElements<kDType>;
+    float x_rmem[kChunk];
+    unpack_chunk<kDType>(x_rmem, x);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        sum = fmaf(g_rmem[j], x_rmem[j], sum);
+    }
+}
+
+// Adds a chunk to Σ dy · rstd · x of its columns.
+template <DType kDType>
+__device__ __forceinline__ void add_columns(float (&dweight_rmem)[kChunkElements<kDType>], uint4 dy,
+                                            uint4 x, float rstd) {
+    constexpr int kChunk = kChunkElements<kDType>;
+    float dy_rmem[kChunk], x_rmem[kChunk];
+    unpack_chunk<kDType>(dy_rmem, dy);
+    unpack_chunk<kDType>(x_rmem, x);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        dweight_rmem[j] = fmaf(dy_rmem[j] * rstd, x_rmem[j], dweight_rmem[j]);
+    }
+}
+
+// Adds the chunks of a row that a thread has from `begin` on to Σ g · x.
+template <DType kDType, int kThreads>
+__device__ __forceinline__ void
+walk_row(float &sum, const ElementOf<kDType> *dy_row, const ElementOf<kDType> *x_row,
+         const ElementOf<kDType> *weight_gmem, int begin, int width, bool aligned) {
+    for (int first = begin; first < width; first += kThreads * kChunkElements<kDType>) {
+        const uint4 dy = load_chunk<kDType>(dy_row, first, width, aligned);
+        const uint4 x = load_chunk<kDType>(x_row, first, width, aligned);
+        float g_rmem[kChunkElements<kDType>];
+        scale_chunk<kDType>(g_rmem, dy, weight_gmem, first, width, aligned);
+        add_sums<kDType>(sum, g_rmem, x);
+    }
+}
+
+// dx = rstd · (g - x · slope) for a chunk.
+template <DType kDType>
+__device__ __forceinline__ void store_gradient(ElementOf<kDType> *dx_row, uint4 dy, uint4 x,
+                                               const ElementOf<kDType> *weight_gmem, int first,
+                                               int width, bool aligned, float rstd, float slope) {
+    constexpr int kChunk = kChunkElements<kDType>;
+    float g_rmem[kChunk], dx_rmem[kChunk];
+    scale_chunk<kDType>(g_rmem, dy, weight_gmem, first, width, aligned);
+    unpack_chunk<kDType>(dx_rmem, x);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        dx_rmem[j] = fmaf(-dx_rmem[j], slope, g_rmem[j]) * rstd;
+    }
+    store_chunk<kDType>(dx_row, dx_rmem, first, width, aligned);
+}
+
+// Stores the sums of a chunk's columns to `partial`, at a multiple of 16 bytes.
+template <int kChunk>
+__device__ __forceinline__ void store_sums(float *gmem, const float (&rmem)[kChunk]) {
+#pragma unroll
+    for (int j = 0; j < kChunk; j += 4) {
+        *reinterpret_cast<float4 *>(gmem + j) = {rmem[j], rmem[j + 1], rmem[j + 2], rmem[j + 3]};
+    }
+}
+
+// Adds the stored sums of a chunk's columns.
+template <int kChunk>
+__device__ __forceinline__ void add_stored(float (&rmem)[kChunk], const float *smem) {
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        rmem[j] += smem[j];
+    }
+}
+
+// Adds the sums of those lanes of a warp that have the same columns: each kThreads-th.
+template <int kThreads, int kChunk>
+__device__ __forceinline__ void add_lanes(float (&rmem)[kChunk]) {
+#pragma unroll
+    for (int lanes = kThreads; lanes < 32; lanes *= 2) {
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+            rmem[j] += __shfl_xor_sync(0xffffffff, rmem[j], lanes);
+        }
+    }
+}
+
+template <typename Kernels>
+__global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blocks_per_sm())
+    rows_kernel(const __grid_constant__ NormBackwardKernelArgs args) {
+    constexpr RmsNormBackwardKernelConfig cfg = Kernels::value;
+    static_assert(cfg.n_warps >= 1 && cfg.n_warps <= 32 && (cfg.n_warps & (cfg.n_warps - 1)) == 0,
+                  "the tree over the warps is one over the lanes of a warp");
+    static_assert(cfg.chunks >= 1 && cfg.registers() <= 255 &&
+                      cfg.registers() <= 65536 / cfg.n_threads(),
+                  "sums and chunks are in registers, of which an SM has 65536");
+    static_assert(cfg.row_threads >= 8 && cfg.row_threads <= cfg.n_threads() &&
+                      (cfg.row_threads & (cfg.row_threads - 1)) == 0,
+                  "the tree over the threads of a row is one over the lanes of a warp");
+
+    constexpr DType kDType = cfg.dtype;
+    constexpr int kWarps = cfg.n_warps, kThreads = cfg.threads_per_row(), kChunks = cfg.chunks;
+    constexpr int kChunk = kChunkElements<kDType>, kTile = cfg.tile();
+    constexpr int kRows = cfg.n_threads() / kThreads; // of the block, at a time
+    constexpr int kGroup = kThreads < 32 ? 32 : kThreads; // threads of whole warps with rows
+    constexpr int kGroups = cfg.n_threads() / kGroup;
+
+    extern __shared__ float sums_smem[]; // (2, kWarps): even and odd rows
+
+    float *columns_smem = sums_smem + 2 * kWarps; // (kTile)
+
+    const int thread = threadIdx.x % kThreads; // of those that have the row
+    const int padded = (args.width + 7) / 8 * 8;
+    const auto *dy_gmem = static_cast<const ElementOf<kDType> *>(args.dy);
+    const auto *x_gmem = static_cast<const ElementOf<kDType> *>(args.x);
+    const auto *weight_gmem = static_cast<const ElementOf<kDType> *>(args.weight); // (width)
+    auto *dx_gmem = static_cast<ElementOf<kDType> *>(args.dx);
+    const bool aligned = is_aligned(dy_gmem, args.dy_stride) && is_aligned(x_gmem, args.x_stride) &&
+                         is_aligned(dx_gmem, args.dx_stride) && is_aligned(weight_gmem, 0) &&
+                         args.width % kChunk == 0;
+
+    for (int begin = 0; begin < args.width; begin += kTile) { // of a tile of columns
+        float dweight_rmem[kChunks][kChunk] = {};
+        int parity = 0;
+        uint4 dy_next[kChunks], x_next[kChunks];
+        float rstd_next;
+        const auto load_row = [&](int64_t row) { // zeros behind the last row
+            const int width = row < args.rows ? args.width : 0;
+            rstd_next = width > 0 ? __ldg(args.rstd + row) : 0.0f;
+#pragma unroll
+            for (int k = 0; k < kChunks; ++k) {
+                const int first = begin + (thread + k * kThreads) * kChunk;
+                dy_next[k] =
+                    load_chunk<kDType>(dy_gmem + row * args.dy_stride, first, width, aligned);
+                x_next[k] = load_chunk<kDType>(x_gmem + row * args.x_stride, first, width, aligned);
+            }
+        };
+        load_row(int64_t(blockIdx.x) * kRows + threadIdx.x / kThreads);
+        for (int64_t first_row = int64_t(blockIdx.x) * kRows; first_row < args.rows;
+             first_row += int64_t(gridDim.x) * kRows, parity ^= 1) {
+            const int64_t row = first_row + threadIdx.x / kThreads;
+            const int width = row < args.rows ? args.width : 0; // all lanes take part in a shuffle
+            const auto *dy_row = dy_gmem + row * args.dy_stride;
+            const auto *x_row = x_gmem + row * args.x_stride;
+            auto *dx_row = dx_gmem + row * args.dx_stride;
+
+            // 1. x and dy of the next row: global → registers
+            const float rstd = rstd_next;
+            uint4 dy_rmem[kChunks], x_rmem[kChunks];
+#pragma unroll
+            for (int k = 0; k < kChunks; ++k) {
+                dy_rmem[k] = dy_next[k];
+                x_rmem[k] = x_next[k];
+            }
+            load_row(row + int64_t(gridDim.x) * kRows);
+
+            // 2. Σ g · x
+            float sum = 0.0f;
+            if (begin == 0) {
+#pragma unroll
+                for (int k = 0; k < kChunks; ++k) {
+                    const int first = (thread + k * kThreads) * kChunk;
+                    float g_rmem[kChunk];
+                    scale_chunk<kDType>(g_rmem, dy_rmem[k], weight_gmem, first, width, aligned);
+                    add_sums<kDType>(sum, g_rmem, x_rmem[k]);
+                }
+                walk_row<kDType, kThreads>(sum, dy_row, x_row, weight_gmem, kTile + thread * kChunk,
+                                           width, aligned);
+                sum = row_sum<kThreads>(sum, sums_smem + parity * kWarps);
+                if (kTile < width && thread == 0) {
+                    args.row_sums[row] = sum;
+                }
+            } else if (width > 0) {
+                sum = args.row_sums[row];
+            }
+
+            // 3. dx = rstd · (g - x · slope), and sums of columns
+            const float slope = sum / args.width * rstd * rstd;
+#pragma unroll
+            for (int k = 0; k < kChunks; ++k) {
+                const int first = begin + (thread + k * kThreads) * kChunk;
+                store_gradient<kDType>(dx_row, dy_rmem[k], x_rmem[k], weight_gmem, first, width,
+                                       aligned, rstd, slope);
+                add_columns<kDType>(dweight_rmem[k], dy_rmem[k], x_rmem[k], rstd);
+            }
+        }
+        __syncthreads(); // the tiles behind this one read the sums of the rows
+
+        // 4. partial: the sums of the block's rows, over lanes, then over warps in their order
+        if (args.partial == nullptr) {
+            continue;
+        }
+        float *dweight_gmem = args.partial + int64_t(blockIdx.x) * padded + begin;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+            add_lanes<kThreads>(dweight_rmem[k]);
+        }
+        for (int turn = 0; turn < kGroups; ++turn) {
+            if (turn > 0) {
+                __syncthreads(); // warps add to what those before them have written
+            }
+            if (threadIdx.x / kGroup != turn || threadIdx.x % kGroup >= kThreads) {
+                continue;
+            }
+            const bool is_last = turn == kGroups - 1;
+            float *dweight = is_last ? dweight_gmem : columns_smem;
+#pragma unroll
+            for (int k = 0; k < kChunks; ++k) {
+                const int first = (thread + k * kThreads) * kChunk; // of the tile
+                if (turn > 0) {
+                    add_stored<kChunk>(dweight_rmem[k], columns_smem + first);
+                }
+                if (begin + first < args.width) {
+                    store_sums<kChunk>(dweight + first, dweight_rmem[k]);
+                }
+            }
+        }
+    }
+}
+
+template <typename Kernels>
+__global__ void __launch_bounds__(1024)
+    combine_kernel(const __grid_constant__ NormBackwardKernelArgs args) {
+    constexpr DType kDType = Kernels::value.dtype;
+    constexpr int kWarps = 32; // of the block, which has 32 columns
+
+    extern __shared__ float columns_smem[]; // (kWarps, 32)
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int padded = (args.width + 7) / 8 * 8; // columns of a part
+    const int column = blockIdx.x * 32 + lane;
+
+    // 5. dweight = Σ partial
+    float sum = 0.0f;
+    if (column < args.width) {
+#pragma unroll 8 // loads of 8 parts in flight
+        for (int part = warp; part < args.parts; part += kWarps) {
+            sum += __ldg(args.partial + int64_t(part) * padded + column);
+        }
+    }
+    columns_smem[warp * 32 + lane] = sum;
+    __syncthreads(); // warp 0 adds what all warps have written
+    if (warp > 0 || column >= args.width) {
+        return;
+    }
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) {
+        sum += columns_smem[w * 32 + lane];
+    }
+    static_cast<ElementOf<kDType> *>(args.dweight)[column] = from_float<kDType>(sum);
+}
+
+} // namespace q2
