@@ -28,8 +28,12 @@
 // and dy, at about 60 GB/s each; below 1% at 64; 45% at 131072.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// operator behind the gradients of layer_norm or rms_norm in the harmonic mean over widths. 8
+// warps: 332, 0.03. Cost: 32 registers per thread, 128 bytes of shared memory per block, 8 blocks
+// per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 8% of a copy's speed at a width of 4096 on an H200, and 42% at 131072, as expected.
 //
 // Phases: rows_kernel 1 sums, 2 dx; columns_kernel 3 dweight and dbias.
 

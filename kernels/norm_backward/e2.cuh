@@ -28,8 +28,13 @@
 // row from DRAM, for the reduction and for the row from L1; 30% from 16384 on.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// operator behind the gradients of layer_norm or rms_norm in the harmonic mean over widths. 8
+// warps: 2,118, 0.28. Cost: 96 registers per thread, 128 bytes of shared memory per block, 2
+// blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 51% of a copy's speed at a width of 4096 on an H200, six times e1; 27 to 37% beyond
+// 16384.
 //
 // Phases: rows_kernel 1 sums, 2 dx and sums of columns, 3 partial; combine_kernel 4 dweight and
 // dbias.

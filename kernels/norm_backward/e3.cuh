@@ -17,8 +17,12 @@
 // while it reduces, and its SM has only one other; 35% from 16384 on.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// operator behind the gradients of layer_norm or rms_norm in the harmonic mean over widths. 8
+// warps: 2,676, 0.29. Cost: 96 registers per thread, 128 bytes of shared memory per block, 2
+// blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: 64% of a copy's speed at a width of 4096 on an H200, e2 51%; 29 to 42% from 32768 on.
 //
 // Phases: rows_kernel 1 x and dy to registers, 2 sums, 3 dx and sums of columns, 4 partial;
 // combine_kernel 5 dweight and dbias.

@@ -24,8 +24,13 @@
 // 1024 with 32; 70% at 4096 with 128; as e3 from 16384 on.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// operator behind the gradients of layer_norm or rms_norm in the harmonic mean over widths. 4
+// warps: 2,955, 0.31. Cost: 166 registers per thread, 64 bytes of shared memory per block, 3
+// blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: with threads by width 74 to 78% of a copy's speed from 64 to 2048 on an H200, and 70% at
+// 4096.
 //
 // Phases: as e3.
 

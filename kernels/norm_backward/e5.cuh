@@ -17,8 +17,12 @@
 // gain at 64, where many warps of few registers hide the latency by themselves.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of PyTorch's
+// operator behind the gradients of layer_norm or rms_norm in the harmonic mean over widths. 4
+// warps: 2,236, 0.25. Cost: 186 registers per thread, 64 bytes of shared memory per block, 2
+// blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: no gain: on an H200 3 to 10% slower than e4 up to 4096, and equal from 8192 on.
 //
 // Phases: as e3; phase 1 loads the next row.
 
