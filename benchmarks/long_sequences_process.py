@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flash_attention import attention
 from flash_attention.distributed import ring_attention, shard, unshard
 from flash_attention.distributed._group import TransferTimes, timed_transfers
+from flash_attention.distributed._peers import peers_bytes
 from flash_helpers.measure.ring_speeds import BOTH, ONE, PYTORCH, RING, RingSpeed
 
 TIMEOUT = timedelta(minutes=5)
@@ -93,14 +94,13 @@ class Measurer:
         record = self._checked(ring.record, (q, k, v), own)
         ring.record = record
         not_run = ""
-        if not self.beside_pytorch:
-            not_run = "left out by --no-pytorch"
-        elif not self.is_cuda:
+        if not self.is_cuda:
             not_run = "PyTorch's context parallel has kernels for CUDA tensors alone"
         elif problem.kv_heads != problem.heads:
             not_run = "PyTorch's context parallel takes equal numbers of heads"
-        left_out = dict.fromkeys(PYTORCH, not_run)
-        for name in () if not_run else PYTORCH:
+        asked = PYTORCH if self.beside_pytorch else {}
+        left_out = dict.fromkeys(asked, not_run)
+        for name in () if not_run else asked:
             given = partial(self._pytorch, problem, (q, k, v, do), PYTORCH[name])
             contender = Contender(replace(problem, name=name), given)
             left_out[name] = self._why_it_fails(contender)
@@ -216,6 +216,8 @@ class Measurer:
         contender.call()
         self._wait()
         own = torch.cuda.max_memory_allocated(self.device) - before
+        if contender.record.name == RING:  # memory that the allocator does not know
+            own += peers_bytes(self.mesh.get_group())
         return int(self._most(own + contender.record.shard_bytes))
 
     def _most(self, value: float) -> float:

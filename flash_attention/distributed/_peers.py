@@ -109,6 +109,12 @@ def peers_of(group: dist.ProcessGroup, device: torch.device, size: int) -> Peers
     return _peers[group]
 
 
+def peers_bytes(group: dist.ProcessGroup) -> int:
+    """Return the bytes of symmetric memory that this rank holds for a group."""
+    known = _peers.get(group)
+    return 0 if known is None else known.size
+
+
 def _is_one_host(group: dist.ProcessGroup) -> bool:
     hosts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group)

@@ -110,6 +110,7 @@ class RingSpeeds(RecordFile):
         """One row per measurement: TFLOP/s of each GPU, over those of one GPU with as many tokens,
         the share of transfers that is hidden, and memory; or the reason why there is none. A
         simulator has no times."""
+        has_gaps = any(found.not_run for found in self.speeds)
         known = () if self.simulated else self.speeds
         ones = {found.problem: found.tflops for found in known if found.name == ONE}
         rows = []
@@ -122,12 +123,12 @@ class RingSpeeds(RecordFile):
                 number(own / one, 2) if own and one else DASH,
                 percent(found.hidden, 0),
                 f"{found.memory_bytes / 2**30:.1f}" if found.memory_bytes else DASH,
-                found.not_run or DASH,
+                *([found.not_run or DASH] if has_gaps else []),
             ]
             rows.append([found.name, *sizes, *cells])
         header = [
             *("", "sequence", "mask", "passes", "GPUs", "TFLOP/s per GPU", "of one GPU"),
-            *("hidden", "GiB per GPU", "not run"),
+            *("hidden", "GiB per GPU", *(["not run"] if has_gaps else [])),
         ]
         return Table(header, rows)
 
