@@ -67,6 +67,8 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "training": "training_h200",
         "autograd": "autograd_h200",
         "ring": "bytes",
+        "rings": "long_sequences_h200",
+        "best": "usual",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")

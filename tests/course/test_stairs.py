@@ -129,8 +129,9 @@ def test_the_tool_draws_what_is_stale_and_nothing_else(root: Path, tmp_path: Pat
     arguments = ["--root", str(tmp_path)]
     assert tool.main([*arguments, "--check"]) == 1
     absent = capsys.readouterr().out
-    assert absent.count("is absent or shows other numbers") == len(FAMILIES) + 1
-    assert "docs/images/training_h200.svg is absent" in absent
+    assert absent.count("is absent or shows other numbers") == len(FAMILIES) + 3
+    for name in ("training_h200", "long_sequences_h200", "long_sequences_nccl_h200"):
+        assert f"docs/images/{name}.svg is absent" in absent
     assert tool.main(arguments) == 0
     path = tmp_path / stairs_path("ampere")
     path.write_text(path.read_text().replace("16.4", "16.5"))

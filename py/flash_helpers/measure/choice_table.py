@@ -76,7 +76,10 @@ def _taken(choose: Choose, d_head: int, d_v: int, gpu: Device | None) -> str:
 
 def grid_tables(found: Sequence[Choices], choose: Choose, groups: Sequence[str]) -> str:
     """Markdown of the speed of what `choose` takes beside the libraries, on groups of a grid: a
-    table for each group and GPU."""
+    table for each group and GPU. Raises ValueError for a group that was not measured."""
+    known = {m.group for file in found for m in file.problems}
+    if unknown := [group for group in groups if group not in known]:
+        raise ValueError(f"no group {unknown[0]!r} was measured: choose {', '.join(sorted(known))}")
     parts = []
     for file in found:
         of_group = [[m for m in file.problems if m.group == group] for group in groups]
