@@ -36,8 +36,8 @@ DESCRIPTION = """\
 Time ring_attention() on sequences that GPUs of one host share, causal in zigzag and without a mask,
 forward and with the backward pass, beside attention() on one GPU with as many tokens as each has,
 and beside PyTorch's context parallel with its own kernels. Contenders take turns in each round, and
-the slowest rank counts. Events tell which share of the transfers no kernel waits for. Where the
-whole sequence fits one GPU, o is compared with it, and a second call with the first, bit by bit.
+the slowest rank counts. Events tell which share of the transfers no kernel waits for. A second call
+is compared with the first, bit by bit, and the results of short sequences with those of one GPU.
 The tool starts a process per GPU itself; under torchrun it measures with the processes that run.
 """
 
@@ -173,7 +173,7 @@ def _faults(record: RingSpeed) -> list[str]:
     """Return what is wrong with the results of a contender, in words."""
     found = ["a second call gave other bits"] if record.repeats is False else []
     if record.relative_error is not None and record.relative_error > MOST_ERROR:
-        found.append(f"o differs from one GPU's by {record.relative_error:.1e} in norm")
+        found.append(f"results differ from one GPU's by {record.relative_error:.1e} in norm")
     return found
 
 

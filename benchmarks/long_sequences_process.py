@@ -23,7 +23,7 @@ from flash_helpers.measure.ring_speeds import BOTH, ONE, PYTORCH, RING, RingSpee
 
 TIMEOUT = timedelta(minutes=5)
 MOST_COMPARED = 16384
-"""Tokens of a whole sequence of which o is compared with that of one GPU."""
+"""Tokens of a whole sequence of which the results are compared with those of one GPU."""
 _CP_DIM = 2  # of (batch, heads, seq, d_head), the layout of PyTorch's attention
 
 
@@ -91,7 +91,7 @@ class Measurer:
         ring = Contender(replace(problem, name=RING), partial(self._ring, problem, own))
         one = Contender(replace(problem, name=ONE, ranks=1), partial(self._one, problem, own))
         contenders = [one, ring]
-        record = self._checked(ring.record, (q, k, v), own)
+        record = self._checked(ring.record, (q, k, v, do), own)
         ring.record = record
         not_run = ""
         if not self.is_cuda:
@@ -115,14 +115,12 @@ class Measurer:
     # -- contenders --------------------------------------------------------------------------------
 
     def _ring(self, problem: RingSpeed, own: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _both(
-            partial(ring_attention, group=self.mesh, causal=problem.causal, check_shards=False),
-            own,
-            problem.passes,
-        )
+        options = {"causal": problem.causal, "check_shards": False}
+        function = partial(ring_attention, group=self.mesh, **options)
+        return _results(function, own, problem.passes)[0]
 
     def _one(self, problem: RingSpeed, own: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _both(partial(attention, causal=problem.causal), own, problem.passes)
+        return _results(partial(attention, causal=problem.causal), own, problem.passes)[0]
 
     def _pytorch(
         self, problem: RingSpeed, whole: Sequence[torch.Tensor], backend: str
@@ -156,16 +154,18 @@ class Measurer:
         self, record: RingSpeed, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
     ) -> RingSpeed:
         """Return the record of a ring with what two calls tell: whether their bits are the same,
-        and the distance from one GPU. All ranks check their arguments here, once."""
-        options = {"causal": record.causal}
-        with torch.no_grad():
-            first, second = (ring_attention(*own[:3], self.mesh, **options) for _ in range(2))
-            same = torch.tensor([torch.equal(first, second)], dtype=torch.int32)
-            dist.all_reduce(same, dist.ReduceOp.MIN)
-            error = None
-            if whole[0].shape[1] <= MOST_COMPARED:
-                alone, found = attention(*whole, **options), unshard(first, self.mesh)
-                error = (torch.dist(found.float(), alone.float()) / alone.float().norm()).item()
+        and the largest distance of o and of the gradients from one GPU. All ranks check their
+        arguments here, once. The gradient of q may differ from call to call unless asked."""
+        options = {"causal": record.causal, "deterministic": True}
+        function = partial(ring_attention, group=self.mesh, **options)
+        first, second = (_results(function, own, record.passes) for _ in range(2))
+        same = torch.tensor([all(map(torch.equal, first, second))], dtype=torch.int32)
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        error = None
+        if whole[0].shape[1] <= MOST_COMPARED:
+            alone = _results(partial(attention, **options), whole, record.passes)
+            found = (unshard(x, self.mesh) for x in first)
+            error = max(map(_distance, found, alone))
         return replace(record, repeats=bool(same.item()), relative_error=error)
 
     def _why_it_fails(self, contender: Contender) -> str:
@@ -250,15 +250,21 @@ class Measurer:
         return replace(record, transfers_ms=tuple(transfers), stalls_ms=tuple(stalls))
 
 
-def _both(function: Callable[..., Any], given: Sequence[torch.Tensor], passes: str) -> torch.Tensor:
-    """Compute o, and the gradients of q, k and v where they are asked for."""
+def _results(
+    function: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], passes: str
+) -> tuple[torch.Tensor, ...]:
+    """Return o, and the gradients of q, k and v where they are asked for."""
     *qkv, do = given
     is_both = passes == BOTH
     leaves = [x.detach().requires_grad_(is_both) for x in qkv]
     o = function(*leaves)
-    if is_both:
-        torch.autograd.grad(o, leaves, do)
-    return o.detach()
+    gradients = torch.autograd.grad(o, leaves, do) if is_both else ()
+    return (o.detach(), *gradients)
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference over that of what is wanted."""
+    return (torch.dist(found.float(), wanted.float()) / wanted.float().norm()).item()
 
 
 def _milliseconds(timed: Sequence[TransferTimes]) -> tuple[float, float]:

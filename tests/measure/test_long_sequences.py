@@ -206,7 +206,7 @@ def test_wrong_results_fail(monkeypatch) -> None:
     assert tool._faults(right) == []
     assert tool._faults(replace(right, repeats=False)) == ["a second call gave other bits"]
     assert (
-        "differs from one GPU's by 3.0e-02" in tool._faults(replace(right, relative_error=0.03))[0]
+        "differ from one GPU's by 3.0e-02" in tool._faults(replace(right, relative_error=0.03))[0]
     )
 
 

@@ -26,8 +26,9 @@ class RingSpeed:
     ranks: GPUs that share the sequence. tokens: of each GPU. samples_ms: of a call, in each round,
     on the slowest rank. transfers_ms, stalls_ms: of all transfers of a call, and of the waits of
     the kernels for them, by events on that rank; empty where nothing is recorded. memory_bytes:
-    most that a rank held, with its shards of the inputs. relative_error: of o beside one GPU on the
-    whole sequence; None where that was left out. repeats: whether a second call gave the same bits.
+    most that a rank held, with its shards of the inputs. relative_error: the largest of o and, with
+    both passes, of the gradients, beside one GPU on the whole sequence; None where that was left
+    out. repeats: whether a second call gave the same bits.
     not_run: the reason, if it was not measured.
     """
 
