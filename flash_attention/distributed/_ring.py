@@ -62,7 +62,9 @@ def ring_attention(
     Keys and values travel from rank to rank. In each of as many steps as there are ranks, a rank
     computes its queries on the keys that it holds, while the next ones arrive. The results are
     merged by the LSE, in fp32. Each rank merges in an order of its own that never changes, so that
-    repeated calls give the same bits. On CUDA the transfers have a stream of their own.
+    repeated calls give the same bits. On CUDA the transfers have a stream of their own. Between
+    GPUs of one host copy engines make them, through PyTorch's symmetric memory: as many bytes as
+    places for keys and sums take, which are kept for later calls of the group.
 
     q: (batch, shard, heads, d_head), fp16 or bf16; the shard that `shard` cuts.
     k, v: (batch, shard, kv_heads, d_head), likewise.
@@ -92,7 +94,8 @@ def ring_attention(
     Raises TypeError and ValueError for arguments, as `attention` does, and for shards and options
     that are not equal on all ranks. Raises RuntimeError without an initialised group, while a CUDA
     graph is captured, and where an exchange fails: with gloo at the group's timeout, or when
-    another rank has left; NCCL's watchdog then ends the process.
+    another rank has left; NCCL's watchdog then ends the process, and copies through symmetric
+    memory end with a CUDA error.
     """
     tensors = {"q": q, "k": k, "v": v}
     check_types(tensors)
