@@ -11,6 +11,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from tiers import is_of_first_tier, matrix_mark, usual_dtype
 
+from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import (
     Config,
     Element,
@@ -183,8 +184,10 @@ def in_tiers(configs: Iterable[Config]) -> pytest.MarkDecorator:
 
 @functools.lru_cache
 def kernels_of(configs: tuple[Config, ...], architecture: str) -> dict[Config, Kernel]:
-    """The kernels of configs, which are read together."""
-    return own_kernels(architecture, configs)
+    """The kernels of configs, which are read together; of those that the architecture runs."""
+    number = capability_of(architecture)
+    own = tuple(config for config in configs if config.family.targets_for([number]))
+    return own_kernels(architecture, own) if own else {}
 
 
 def kernel_of(config: Config, architecture: str) -> Kernel:
