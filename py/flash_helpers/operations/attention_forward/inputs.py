@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.operations.attention_forward.problems import (
     DISTRIBUTIONS,
@@ -96,10 +97,7 @@ def make_inputs(
     the same values on one device and one torch release. Raises ValueError for a distribution that
     is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     generator = torch.Generator(device=device).manual_seed(seed)
     q, k, v = _DRAW[distribution](problem, generator)
     return q.to(dtype), k.to(dtype), v.to(dtype)

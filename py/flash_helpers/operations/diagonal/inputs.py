@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.diagonal.problems import DISTRIBUTIONS, FAR_MEAN, LARGE_STD, MEAN
 
@@ -80,10 +81,7 @@ def draw(
     The same arguments give the same values on one device and one torch release. Raises ValueError
     for a distribution that is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype.torch_name)
     a, b = _DRAW[distribution](problem, generator)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 from flash_helpers.operations.linear_rowsum.problems import (
     DISTRIBUTIONS,
@@ -98,10 +99,7 @@ def draw(
     The same arguments give the same values on one device and one torch release. Raises ValueError
     for a distribution that is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype.torch_name)
     x, weight, bias = _DRAW[distribution](problem, generator)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.merge.problem import Merge
 from flash_helpers.operations.merge.problems import (
     DISTRIBUTIONS,
@@ -92,10 +93,7 @@ def draw(
     The same arguments give the same values on one device and one torch release. Raises ValueError
     for a distribution that is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     generator = torch.Generator(device=device).manual_seed(seed)
     o, lse = _DRAW[distribution](problem, generator)
     return {"o_parts": o.to(getattr(torch, problem.dtype.torch_name)), "lse_parts": lse}

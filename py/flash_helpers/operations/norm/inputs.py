@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import (
     BIAS_STD,
@@ -92,10 +93,7 @@ def draw(
     The same arguments give the same values on one device and one torch release. Raises ValueError
     for a distribution that is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     generator = torch.Generator(device=device).manual_seed(seed)
     found = {"x": _DRAW[distribution](problem, generator)}
     # both are drawn in any case, so that the other does not depend on which of them there are

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import (
     DISTRIBUTIONS,
@@ -84,10 +85,7 @@ def draw(
     The same arguments give the same values on one device and one torch release. Raises ValueError
     for a distribution that is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     generator = torch.Generator(device=device).manual_seed(seed)
     x = _DRAW[distribution](problem, generator)
     return {"x": x.to(getattr(torch, problem.dtype.torch_name))}

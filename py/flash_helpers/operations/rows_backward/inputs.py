@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flash_helpers.check.distributions import check_distribution
 from flash_helpers.operations.rows import inputs as forward
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS as FORWARD
@@ -26,10 +27,7 @@ def draw(
     The same arguments give the same values on one device and one torch release. Raises ValueError
     for a distribution that is not a key of DISTRIBUTIONS.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
-        )
+    check_distribution(distribution, DISTRIBUTIONS)
     of_x = distribution if distribution in FORWARD else "normal"
     rows = Rows(problem.rows, problem.width, Element.FP32)
     x = forward.draw(of_x, rows, device, seed)["x"]
