@@ -167,7 +167,8 @@ class RowConfig(Config):
 GRID_WIDTHS = tuple(2**n for n in range(6, 18))
 _WARPS = (4, 8)  # of blocks with several rows
 _LEAST_IN_FLIGHT = 4  # chunks of a thread that hide the latency of memory
-_USUAL_CHUNKS = (2, 4, 8)  # the fastest at each width that has them, measured for all of 1 to 16
+_USUAL_CHUNKS = (2, 4, 8)  # the fastest for rows up to _USUAL_BYTES, measured for all of 1 to 16
+_USUAL_BYTES = 32768
 _FEW = 2  # shapes, to which those for long rows are added
 # Of rows that no threads of a block hold in registers: a part of such a row is read three times.
 _LONG: Sequence[Fields] = (
@@ -195,7 +196,7 @@ def competing_shapes(
         if chunks == 1:
             break
     usual = [shape for shape in found if shape["chunks"] in _USUAL_CHUNKS]
-    if len(usual) >= _FEW:
+    if len(usual) >= _FEW and width * dtype.bytes <= _USUAL_BYTES:
         return usual
     if len(found) < _FEW:
         for shape in (s for s in _LONG if s["row_threads"] <= most_threads):
