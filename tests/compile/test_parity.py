@@ -13,11 +13,11 @@ that of h1 has 548 beside 542. That of softmax has one or two integer instructio
 One kernel of backward_sync, at d_head 96, has equal machine code as well. With a softcap or with
 variable lengths family backward has up to three branches and selects more or less: one compiler
 takes a branch where the other selects, and keeps a flag of a loop in a predicate. So do steps d2 to
-d4 of family decode. In d5 one compiler copies the loops over parts for each answer of a branch in
-them, and only what moves and multiplies tiles is compared; so in d8. Machine code of families
-layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is equal where a warp has a
-row, and that of families diagonal and merge_states, since there is no shared memory. In n3 one
-compiler loads the addresses of weight and bias again.
+d4 of family decode, and a1 of family norm_cluster. In d5 one compiler copies the loops over parts
+for each answer of a branch in them, and only what moves and multiplies tiles is compared; so in d8.
+Machine code of families layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is
+equal where a warp has a row, and that of families diagonal and merge_states, since there is no
+shared memory. In n3 one compiler loads the addresses of weight and bias again.
 """
 
 from __future__ import annotations
