@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from flash_helpers.check.errors import OutputError, RowErrors, half_ulp, half_ulps, measure_error
+from flash_helpers.check.errors import (
+    OutputError,
+    RowErrors,
+    computed_bound,
+    half_ulp,
+    half_ulps,
+    measure_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +56,21 @@ def test_an_infinity_or_nan_is_right_where_it_is_expected_alone() -> None:
     assert math.isnan(measure_error(torch.tensor([math.nan, 1.0]), expected).max_abs)
     with pytest.raises(ValueError, match=r"output has shape \(1,\), the reference \(2,\)"):
         measure_error(expected[:1], expected)
+
+
+@pytest.mark.parametrize("beyond", [65520.0, -70000.0])
+def test_an_infinity_is_right_where_the_dtype_has_no_number_as_large(beyond: float) -> None:
+    expected = torch.tensor([[1.0, beyond], [2.0, 3.0]], dtype=torch.float64)
+    own = expected.half()
+    assert own.isinf().sum() == 1
+    bound = computed_bound(expected, expected.abs() * 2.0**-20, own)
+    assert measure_error(own, expected).within(bound)
+    assert bound.max_abs < 1  # what is beyond allows nothing elsewhere
+    for wrong in (-beyond, math.nan, 65504.0):
+        other = own.clone()
+        other[0, 1] = wrong
+        assert not measure_error(other, expected).within(bound), wrong
+    assert not measure_error(expected.bfloat16() * math.inf, expected).within(bound)
 
 
 class TestBoundsByRow:

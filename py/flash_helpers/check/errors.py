@@ -126,13 +126,21 @@ def relative_bound(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def in_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values with an infinity for those that a dtype rounds to one, as fp16 does from 65520
+    on. values: float64."""
+    rounded = values.to(dtype)
+    return torch.where(rounded.isinf(), rounded.double(), values)
+
+
 def absolute_errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the absolute difference of each element from the float64 `expected`.
 
-    An expected infinity or NaN has error 0. An unexpected one has an error that is not finite, and
-    so has a finite value in place of an expected one.
+    An expected infinity or NaN has error 0; an infinity is expected of a value beyond the output's
+    dtype, too. An unexpected one has an error that is not finite, and so has a finite value in
+    place of an expected one.
     """
-    got = output.double()
+    got, expected = output.double(), in_range(expected, output.dtype)
     same = (got == expected) | (got.isnan() & expected.isnan())
     return (got - expected).abs_().masked_fill_(same, 0.0)
 
@@ -147,12 +155,12 @@ def computed_bound(
         ||O - R|| / ||R||    <=  ||max(u |R|, h) + a|| / ||R||
 
     u is the unit roundoff and h half the distance of subnormal numbers of the dtype of `plain`,
-    PyTorch's own result. In fp32 a decides alone. Elements of R that are not finite have no bound:
-    the output must be so, too. Where a is not finite, no error is allowed.
+    PyTorch's own result. In fp32 a decides alone. Elements of R that are not finite in that dtype
+    have no bound: the output must be so, too. Where a is not finite, no error is allowed.
 
     `expected`, `errors`: float64, of the shape of `plain`.
     """
-    finite = expected.isfinite() & errors.isfinite()
+    finite = in_range(expected, plain.dtype).isfinite() & errors.isfinite()
     values, allowed = (each.masked_fill(~finite, 0.0) for each in (expected, errors))
     most = allowed.amax(-1)
     if plain.dtype != torch.float32:
@@ -178,6 +186,7 @@ def measure_error(output: torch.Tensor, expected: torch.Tensor) -> OutputError:
         raise ValueError(
             f"output has shape {tuple(output.shape)}, the reference {tuple(expected.shape)}"
         )
+    expected = in_range(expected, output.dtype)
     errors = absolute_errors(output, expected)
     norm = torch.linalg.vector_norm
     row_errors = norm(errors, dim=-1)

@@ -21,7 +21,13 @@ from collections.abc import Mapping
 
 import torch
 
-from flash_helpers.check.errors import OutputError, Reference, absolute_errors, half_ulp
+from flash_helpers.check.errors import (
+    OutputError,
+    Reference,
+    absolute_errors,
+    half_ulp,
+    in_range,
+)
 from flash_helpers.operations.linear_rowsum.baselines import run
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 
@@ -34,13 +40,6 @@ def linear_rowsum_float64(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     x, weight = inputs["x"].double(), inputs["weight"].double()
     y = x @ weight.sum(0)
     return y + inputs["bias"].double().sum() if "bias" in inputs else y
-
-
-def _in_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values with an infinity for those that a dtype rounds to one, as fp16 does from 65520
-    on."""
-    rounded = values.to(dtype)
-    return torch.where(rounded.isinf(), rounded.double(), values)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
@@ -77,7 +76,7 @@ def linear_rowsum_reference(inputs: Mapping[str, torch.Tensor]) -> Reference:
     """Return the float64 result of x, weight and perhaps bias, by name, and the bound that the
     module's rules give for their dtype."""
     dtype = inputs["x"].dtype
-    expected = _in_range(linear_rowsum_float64(inputs), dtype)
+    expected = in_range(linear_rowsum_float64(inputs), dtype)
     if dtype == torch.float32:
         return Reference({"y": expected}, {"y": fp32_bound(inputs, expected)})
     x, weight = inputs["x"], inputs["weight"]
