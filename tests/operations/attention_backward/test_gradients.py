@@ -117,6 +117,35 @@ def test_the_error_of_a_delta_adds_up_over_keys_that_are_alike():
     assert error.within(right.bounds["dq"]), error.excess(right.bounds["dq"])
 
 
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """Return float64 values cut off behind the 24 bits of float32."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**24).trunc(), exponent - 24)
+
+
+@pytest.mark.parametrize("dtype", [Element.BF16, Element.FP16])
+@pytest.mark.parametrize("d_head", [64, 128, 256])
+def test_sums_that_tensor_cores_cut_off_stay_within_the_bounds(d_head, dtype):
+    """With a single key dP - delta is 0, and what is left is the error of their sums."""
+    differ = False
+    for heads, seed in ((1, 0), (1, 1), (4, 2), (64, 3)):
+        problem = AttentionBackward(1, heads, 1, d_head, kv_heads=heads).in_dtype(dtype)
+        inputs = draw("normal", problem, seed=seed)
+        do, v = inputs["do"].double(), inputs["v"].double()
+        dP = torch.zeros(do.shape[:-1], dtype=torch.float64)
+        for step in (do * v).split(16, dim=-1):
+            dP = truncated(dP + step.sum(-1))
+        delta = (do * inputs["o"].double()).sum(-1).float().double()
+        dS = (dP - delta).to(inputs["q"].dtype).double()[..., None] * problem.softmax_scale
+        right = reference(problem, inputs)
+        differ |= bool(dS.any())
+        for name, other in (("dq", "k"), ("dk", "q")):
+            found = (dS * inputs[other].double()).to(inputs["q"].dtype)
+            error = measure_error(found, right.expected[name])
+            assert error.within(right.bounds[name]), error.excess(right.bounds[name])
+    assert differ
+
+
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**-14, 2.0**-18])
 def test_roundings_of_subnormal_numbers_stay_within_the_bounds_and_wrong_ones_do_not(size):
     """With a dO this small, P (dP - delta) and the gradients are subnormal in fp16."""
