@@ -1,7 +1,5 @@
 """The portable kernels compile for every architecture that NVRTC knows, from sm_80 on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

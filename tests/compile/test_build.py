@@ -1,7 +1,5 @@
 """How the library is built: which compiler, for what, and what is compiled again."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata

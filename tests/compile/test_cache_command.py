@@ -1,7 +1,5 @@
 """The command that lists and removes compiled kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Generated source, and the command that writes it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

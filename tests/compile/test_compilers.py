@@ -1,7 +1,5 @@
 """Which compiler is chosen, what it can compile for, and what each is told."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Kernels compiled at first use, and the cache that keeps them. The compiler is a stand-in."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,8 +1,6 @@
 """Units become PTX and machine code in a child process, by NVRTC and by nvcc, with the same files,
 names and messages."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

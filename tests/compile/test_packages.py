@@ -1,7 +1,5 @@
 """Files that outside tools read, and `.ci` on a machine that lacks system packages."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

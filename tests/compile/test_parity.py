@@ -20,8 +20,6 @@ equal where a warp has a row, and that of families diagonal and merge_states, si
 shared memory. In n3 one compiler loads the addresses of weight and bias again.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of ptxas -v: read from logs of three releases, and tabulated."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

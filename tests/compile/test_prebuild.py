@@ -1,7 +1,5 @@
 """Kernels that a wheel brings compiled. The compiler is a stand-in, except where they run."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

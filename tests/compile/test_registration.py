@@ -1,7 +1,5 @@
 """How the library tells the CUDA runtime of its kernels, against what nvcc's host code tells."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

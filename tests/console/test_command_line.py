@@ -1,7 +1,5 @@
 """Parts that the command lines of the tools share."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """A tool that is given another file than it wants says what that file is, and what to do."""
 
-from __future__ import annotations
-
 import gzip
 import tarfile
 import zipfile

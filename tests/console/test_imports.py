@@ -1,7 +1,5 @@
 """Which modules of flash_helpers may import which."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

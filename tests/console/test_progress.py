@@ -1,7 +1,5 @@
 """Progress bars are for those who look at a terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 from flash_helpers.console.progress import bar, progress_bar, task

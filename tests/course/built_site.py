@@ -1,8 +1,6 @@
 """A site that was built, for the tests that look at it, and views that stand in for those that the
 first tier does not build."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

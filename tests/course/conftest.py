@@ -1,7 +1,5 @@
 """Pages of a test's own to build, and the site of the repository, built once for all its tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 

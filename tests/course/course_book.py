@@ -1,7 +1,5 @@
 """A small repository with pages to build, and the tool that builds them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

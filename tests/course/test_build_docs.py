@@ -1,7 +1,5 @@
 """Pages are written between their markers, all or none, and what is stale or fails is found."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

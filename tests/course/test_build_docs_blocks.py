@@ -1,7 +1,5 @@
 """Each kind of block shows the facts that its source holds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

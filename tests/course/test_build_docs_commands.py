@@ -1,7 +1,5 @@
 """The commands of pages: which are run, where, how they must end, and what is shown of them."""
 
-from __future__ import annotations
-
 import multiprocessing.forkserver
 import os
 import signal

@@ -1,8 +1,6 @@
 """The site of the repository: its files, and in a headless browser, opened from files: reading,
 finding things, pointing at them."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import json

@@ -1,8 +1,6 @@
 """The check of the English: which faults it finds, how it splits sentences, and which text it
 leaves out."""
 
-from __future__ import annotations
-
 import pytest
 
 from flash_helpers.course.english import MOST_WORDS, english_errors, sentences

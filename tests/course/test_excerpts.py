@@ -1,7 +1,5 @@
 """How code of a kernel stands on a page."""
 
-from __future__ import annotations
-
 from flash_helpers.course.excerpts import dedented, phase_lines
 
 

@@ -1,7 +1,5 @@
 """README and quick start, the first pages of a newcomer, are short and run as they stand."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The form of a step's page: what is checked of it, and that the pages have it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

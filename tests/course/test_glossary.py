@@ -1,7 +1,5 @@
 """The glossary: which use of a term is linked, and that every term is told, found and used."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import fields

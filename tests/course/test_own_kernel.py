@@ -1,8 +1,6 @@
 """The example of a reader's own kernel: each flaw is found by the tool that the page sends to it,
 and the committed files are what the sources compile to."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -2,8 +2,6 @@
 attribute, which is compared with the simulator, the sources, the costs of instructions and the
 measurements."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

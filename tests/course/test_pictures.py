@@ -1,7 +1,5 @@
 """Every picture of the course can be read by everybody, in both colour schemes."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The site in its files: what it is made of, where its links lead, what a build leaves behind."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The staircases show what was measured, and light a step by its name."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

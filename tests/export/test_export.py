@@ -1,7 +1,5 @@
 """The export command writes whole files, and its kernels run in a program without Python."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Formulas follow a Python function on all of its paths."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The formulas of an exported kernel give the launches that its config gives."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import json

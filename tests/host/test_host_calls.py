@@ -1,7 +1,5 @@
 """Single calls of a host program, without a program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

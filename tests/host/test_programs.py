@@ -1,7 +1,5 @@
 """Host programs run to their end without a GPU: what they call is right, or told."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Forward and backward passes through autograd, as the benchmark runs them, and its table."""
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 
 import pytest

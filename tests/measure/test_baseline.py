@@ -1,7 +1,5 @@
 """The baseline of what kernels take, and what counts as worse."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from fractions import Fraction

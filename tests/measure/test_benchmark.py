@@ -1,7 +1,5 @@
 """The benchmark's procedure, statistics, files and tables; no test asserts a real time."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import io

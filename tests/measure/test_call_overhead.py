@@ -1,7 +1,5 @@
 """Host time of a call: how it is measured, written and shown."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

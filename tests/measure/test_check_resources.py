@@ -1,7 +1,5 @@
 """check_resources.py: the gate that fails when a kernel takes more than it did."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

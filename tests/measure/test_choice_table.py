@@ -1,7 +1,5 @@
 """The table of the steps that attention() takes."""
 
-from __future__ import annotations
-
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, Element
 from flash_helpers.measure.choice_table import choice_table

@@ -1,7 +1,5 @@
 """Digests of machine code: of libraries and cubins, and beside what was measured."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import replace

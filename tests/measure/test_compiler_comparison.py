@@ -1,7 +1,5 @@
 """Kernels by two compilers: when they count as equally fast, and how they are timed and written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

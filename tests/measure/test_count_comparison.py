@@ -1,7 +1,5 @@
 """Predicted counts beside a GPU's: predictions, counting, verdicts, files, pages and the tool."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The benchmark of decode: caches that no call finds in L2, what takes part, and the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

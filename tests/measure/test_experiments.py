@@ -5,8 +5,6 @@ would be megabytes. That the committed facts of their machine code were read fro
 checked everywhere.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Results of several families: every step has its row and its place, in the registry's order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 

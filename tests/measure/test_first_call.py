@@ -1,7 +1,5 @@
 """Host time of first calls: which processes are measured, and how they are written and shown."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

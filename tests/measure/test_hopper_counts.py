@@ -1,7 +1,5 @@
 """Counts of the simulator beside those that Nsight Compute had of the same launches on an H200."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

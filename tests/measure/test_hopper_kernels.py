@@ -1,7 +1,5 @@
 """Results of the simulator's kernels for Hopper on a GPU, as the benchmark recorded it."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

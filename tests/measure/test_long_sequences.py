@@ -1,7 +1,5 @@
 """The arithmetic of a ring of GPUs, the records of its measurement, and the tool at a toy size."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Readings of a GPU from the driver, and measuring without them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

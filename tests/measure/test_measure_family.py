@@ -1,7 +1,5 @@
 """benchmarks/measure_family.py: every command that it runs is one that pt_bench.py takes."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

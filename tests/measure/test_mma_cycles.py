@@ -1,7 +1,5 @@
 """Cycles of an mma.sync: what Nsight Compute counted, and the tool that asks it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

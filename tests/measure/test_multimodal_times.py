@@ -1,7 +1,5 @@
 """Times of multimodal blocks: least bytes and operations, checks, and a run at toy sizes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Kernels through Nsight Compute: what is asked of it, what is made of its tables."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Nsight Compute's command line: what it is asked, and how its tables are read."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The plots show the numbers of the results, and say which ones they show."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Counting what kernels execute: side by side, by opcode, by line, for people and for machines."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 """Wavefronts of shared memory: the simulator's count beside Nsight Compute's, and the tool that
 asks it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct

@@ -1,7 +1,5 @@
 """The benchmark of the simulator, with a clock of its own."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

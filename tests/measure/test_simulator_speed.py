@@ -1,7 +1,5 @@
 """The benchmark of the simulator on kernels built like those of libraries."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

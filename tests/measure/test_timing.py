@@ -1,7 +1,5 @@
 """Timed works, without the device that times them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A tiny GPT, trained with attention() in the simulator."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

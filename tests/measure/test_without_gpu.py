@@ -1,7 +1,5 @@
 """Tools that need a GPU, without one."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each is named after what goes wrong, and says how the simulator is to tell it.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Launches of benchmarks/hopper_cases.py in the simulator."""
 
-from __future__ import annotations
-
 import numpy as np
 from hopper_cases import Case
 

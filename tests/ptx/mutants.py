@@ -1,7 +1,5 @@
 """Mutants: real PTX with a few tokens or lines deleted, doubled, swapped, replaced or cut off."""
 
-from __future__ import annotations
-
 import functools
 import random
 import re

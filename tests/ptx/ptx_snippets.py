@@ -1,7 +1,5 @@
 """Runs a few PTX instructions on given values: one value a lane, one result a lane."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flash_helpers.ptx import DeviceMemory, Run, load_ptx

@@ -1,7 +1,5 @@
 """printf's conversions, against those of the C library."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import struct

@@ -1,7 +1,5 @@
 """Calls: of device functions, which are put in their place, and of what no module defines."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

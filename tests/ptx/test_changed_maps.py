@@ -1,7 +1,5 @@
 """Tensor maps that kernels make and change: values, fences, and what is no map."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tensor_map_cases import CASES, MapCase

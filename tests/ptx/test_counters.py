@@ -1,7 +1,5 @@
 """Counts of bulk copies, of waits on mbarriers, and by role."""
 
-from __future__ import annotations
-
 import pytest
 from ptx_snippets import entry
 from tma_snippets import BARRIER_INITS, EXPECT, INIT, LOAD, LOAD_BYTES, run, wait

@@ -1,8 +1,6 @@
 """Where the elements of a wgmma operand lie: every place is computed here from the canonical
 layouts as the PTX ISA 9.0 writes them ("Canonical Layouts"), coordinate by coordinate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The memory of a launch is freed when it returns, not when the garbage collector runs: shared
 memory, registers and marks of one batch may be 20 MiB."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Groups of lanes in one instruction: lanes with different masks, and lanes that have ended."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ptx_snippets import evaluate, run_body

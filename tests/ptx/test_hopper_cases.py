@@ -1,8 +1,6 @@
 """Kernels of Hopper's units give in the simulator what an H200 gave, however the asynchronous
 operations complete, and are free of faults."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Mistakes planted in kernels of Hopper's units are found and told, with their line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every text ends in a documented error, and soon: whoever made it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

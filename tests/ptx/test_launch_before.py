@@ -1,7 +1,5 @@
 """A programmatic launch: global memory is touched only behind griddepcontrol.wait."""
 
-from __future__ import annotations
-
 import pytest
 from tma_snippets import ARRIVE, BARRIER_INITS, EXPECT, INIT, LOAD, LOAD_BYTES, run, wait
 

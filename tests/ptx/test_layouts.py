@@ -1,7 +1,5 @@
 """The lint for bytes that are written in one layout and read in another one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ptx_snippets import entry

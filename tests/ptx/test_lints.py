@@ -1,8 +1,6 @@
 """Lints, for what is legal but suspicious, in kernels of Hopper's units with and without
 mistakes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

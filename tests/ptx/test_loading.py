@@ -1,7 +1,5 @@
 """How text, kernels and arguments are given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Whose mistake it is: what the simulator does not know is refused by name, for that instruction;
 a mistake in the simulator itself comes through as it is."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every modifier that a form takes changes a value; every other one is refused by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Barriers of some warps of a block: which warps complete them, and with what counts."""
 
-from __future__ import annotations
-
 import pytest
 from ptx_snippets import run_body
 

@@ -1,8 +1,6 @@
 """Memory that threads and bulk copies share: the fences that the async proxy needs, and the block
 of an mbarrier."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tma_snippets import BARRIER_INITS, EXPECT, INIT, LOAD, LOAD_BYTES, run, wait

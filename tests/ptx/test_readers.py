@@ -4,8 +4,6 @@
 the formula of one swizzle, after TMA has written it with one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ptx_snippets import entry

@@ -1,8 +1,6 @@
 """Reading is per kernel: what is not understood refuses the kernel that uses it, by name and line,
 and the others of the file run."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ptx_snippets import HEAD

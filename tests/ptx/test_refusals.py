@@ -1,7 +1,5 @@
 """Features that the simulator lacks are refused by name, with the opcode and the line."""
 
-from __future__ import annotations
-
 import pytest
 from ptx_snippets import entry
 

@@ -1,7 +1,5 @@
 """Waits for an mbarrier that are tried again, and those that are not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ptx_snippets import entry

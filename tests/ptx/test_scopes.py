@@ -1,7 +1,5 @@
 """Arrivals at mbarriers and waits there, by the scope of their release and acquire."""
 
-from __future__ import annotations
-
 import pytest
 from tma_snippets import INIT, run
 

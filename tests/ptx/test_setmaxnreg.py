@@ -1,7 +1,5 @@
 """setmaxnreg: registers that go from one warpgroup to another."""
 
-from __future__ import annotations
-
 import pytest
 from ptx_snippets import HEAD
 

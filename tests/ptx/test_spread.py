@@ -1,8 +1,6 @@
 """Poison spreads through every instruction to what depends on it, and through those that move bytes
 to nothing else: the same instruction is run with other values in the poisoned bytes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

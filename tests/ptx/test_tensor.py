@@ -1,7 +1,5 @@
 """Matrix instructions: the place of each element is computed here from the PTX ISA's formulas."""
 
-from __future__ import annotations
-
 import re
 from typing import ClassVar
 

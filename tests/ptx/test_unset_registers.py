@@ -1,8 +1,6 @@
 """Registers that nothing has written may be read and thrown away; what depends on them may not
 reach memory, an address or a branch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ptx_snippets import entry, launch_on

@@ -1,7 +1,5 @@
 """wgmma: what it computes and when, what it reads, what it counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from wgmma_snippets import COMMIT, DONE, FENCE, WAIT, Snippet, chunks, descriptor, mma

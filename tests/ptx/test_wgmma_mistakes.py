@@ -1,7 +1,5 @@
 """Mistakes with wgmma: registers touched too early, fences left out, warps that do not come."""
 
-from __future__ import annotations
-
 import pytest
 from wgmma_snippets import COMMIT, DONE, FENCE, WAIT, Snippet, descriptor, mma
 

@@ -1,7 +1,5 @@
 """wgmma of every type, dense and sparse: values, poison and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

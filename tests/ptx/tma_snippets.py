@@ -1,7 +1,5 @@
 """Runs PTX snippets with mbarriers and bulk copies."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

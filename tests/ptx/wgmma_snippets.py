@@ -1,7 +1,5 @@
 """Kernels of a few wgmmas, whose shared memory comes from an image in global memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

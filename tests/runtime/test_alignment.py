@@ -1,7 +1,5 @@
 """Tensors that begin at any element: those that no kernel reads in chunks of several elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

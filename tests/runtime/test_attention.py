@@ -1,8 +1,6 @@
 """attention(): what it computes, chooses and refuses; and that calls are quick and their operators
 are still what torch expects of one."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

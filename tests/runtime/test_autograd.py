@@ -1,7 +1,5 @@
 """Gradients of attention by autograd, of CPU tensors: those of the float64 formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """Backends run tensors of their own device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 """The log of calls: what it says at each level, when and where; and that without one a call has
 nothing to do for it. Its files are in test_replay.py."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """decode(): what it computes, what torch.compile sees, what it refuses."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,8 +1,6 @@
 """Every way to ask for a derivative that no kernel computes is refused in words: none gives None or
 0. The gradients that are computed are those of `test_autograd`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

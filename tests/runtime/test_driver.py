@@ -1,7 +1,5 @@
 """Launches by the driver, without one."""
 
-from __future__ import annotations
-
 import pytest
 
 from flash_helpers.runtime import driver

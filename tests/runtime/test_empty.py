@@ -1,7 +1,5 @@
 """Empty tensors: attention() and forward() answer without a kernel, also what no kernel takes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

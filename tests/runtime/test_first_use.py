@@ -1,8 +1,6 @@
 """When a call compiles its kernel: not while a CUDA graph is captured, and before a compiled
 function runs. The compiler is a stand-in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

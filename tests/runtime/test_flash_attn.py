@@ -1,7 +1,5 @@
 """flash_attn and flash_attn_3: FlashAttention's signatures, what they compute, what they refuse."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FlashInfer's wrappers: what plan() makes, what run() computes and what both refuse."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Arguments that forward() accepts; the rest is refused before any launch, with the way out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_configs import attention_progression

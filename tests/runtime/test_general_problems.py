@@ -1,8 +1,6 @@
 """Problems besides whole blocks from a call to its results: what the runtime hands to a kernel that
 takes them all, and what it brings back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

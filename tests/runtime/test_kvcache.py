@@ -1,7 +1,5 @@
 """flash_attn_with_kvcache: what it appends, rotates and computes, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The built library: its kernels, its C functions and what ships beside it."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import json

@@ -1,8 +1,6 @@
 """Functions on rows and matrices: what they and their gradients compute, what torch.compile sees,
 what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Windows, softcap, sinks and a head size of V from a call to the problem that a kernel gets. No
 kernel runs: the float64 reference computes the problem in its place."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

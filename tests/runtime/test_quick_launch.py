@@ -1,8 +1,6 @@
 """A launch that is repeated from C: for which tensors, with which bytes, and when Python asks for
 it. What it computes is in tests/gpu."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Random calls, most of which are wrong somewhere: each is right, or refused with a way out. The
 seeds are new in each run; a failure names them."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that a log saved: what their files hold, and what running them again prints and returns."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """A family's share of the tests' time is a budget of simulated instructions."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

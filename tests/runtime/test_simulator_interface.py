@@ -1,7 +1,5 @@
 """Running kernels without a GPU: what is refused, and that a fault leaves nothing half-written."""
 
-from __future__ import annotations
-
 import re
 import struct
 from contextlib import nullcontext

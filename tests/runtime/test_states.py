@@ -1,7 +1,5 @@
 """Attention on parts of the keys, combined: flash_attn_combine, merge_state and merge_states."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

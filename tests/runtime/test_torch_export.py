@@ -1,7 +1,5 @@
 """Modules with attention() and forward() in torch.export and AOTInductor, on CPU tensors."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

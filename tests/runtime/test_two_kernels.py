@@ -1,7 +1,5 @@
 """A config of two kernels of another operation: its call, and what it computes in the simulator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace

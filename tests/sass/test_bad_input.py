@@ -1,8 +1,6 @@
 """Files, disassemblers and cache entries that will not do: an error with a reason, never a
 traceback, a hang, or a wrong result in silence."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Lower bounds from costs, and where a warp waits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Choosing kernels of a file by a name: of the whole, of a part, or by a pattern."""
 
-from __future__ import annotations
-
 import pytest
 from sass_text import DEFAULT
 

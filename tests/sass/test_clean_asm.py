@@ -1,7 +1,5 @@
 """clean_asm.sh: listings without what moves when an instruction does."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """tools/analysis/compare_kernels.py, as it is called: on steps, and on anybody's files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

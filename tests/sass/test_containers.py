@@ -1,7 +1,5 @@
 """Where cubins and PTX are found: every kind of file, and nothing lost on the way."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

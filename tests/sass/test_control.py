@@ -1,7 +1,5 @@
 """Control words: their fields, and the bits that the text shows too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Counting instructions by opcode, and comparing two countings."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The four buckets, and counts by class and opcode."""
 
-from __future__ import annotations
-
 import pytest
 from sass_text import ARCHITECTURES, PROGRESSION, in_tiers, kernel, kernels_of, operations
 

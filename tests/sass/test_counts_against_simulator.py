@@ -1,8 +1,6 @@
 """Static counts weighted with trip counts, against what the simulator executes of the same kernel's
 PTX: those instructions that ptxas makes one for one."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Differences that the diff of machine code reports, and those that it does not."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Names from files in every page: they are read as text, whatever stands in them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

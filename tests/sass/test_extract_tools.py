@@ -1,7 +1,5 @@
 """extract_sass.py and get_embedded_ptx_from_cubin.py: what they print and write."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Blocks and loops: what jumps and what does not, and every way in which loops nest."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples of the help of the tools for machine code run, in a checkout with its library."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Files of many kernels: read once, and a few kernels in memory at a time."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

@@ -1,7 +1,5 @@
 """Source chains and PTX lines, as nvdisasm prints them from the same tables."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

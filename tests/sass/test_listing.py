@@ -1,7 +1,5 @@
 """Reading listings: every format says the same, and what is no listing is refused."""
 
-from __future__ import annotations
-
 import random
 import re
 

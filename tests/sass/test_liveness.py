@@ -1,7 +1,5 @@
 """Live registers, found by the data flow: nvdisasm, where it counts them, is the witness."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The progression matrix: which kernels it takes, and whether it tells the truth about them."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter

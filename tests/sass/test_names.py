@@ -1,7 +1,5 @@
 """One name for a kernel in a file, on every tool that takes one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Resident blocks, against CUDA's own calculator and what an H100 reported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Classes, pipes and costs of opcodes."""
 
-from __future__ import annotations
-
 import pytest
 from sass_text import ARCHITECTURES, PROGRESSION, in_tiers, kernels_of
 

@@ -1,7 +1,5 @@
 """The page as text: what it holds, and that it needs nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The page in a headless browser: links between panes, picker, themes, narrow screens, keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

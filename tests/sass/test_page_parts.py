@@ -1,7 +1,5 @@
 """The panes of a page in files of their own: together they hold what the page would."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Prologue, main loop and epilogue; trip counts; what a warp executes; unrolling."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Gaps between the tensor instructions of one product of a warpgroup."""
 
-from __future__ import annotations
-
 from sass_text import kernel
 
 from flash_helpers.sass.analyse.phases import main_loop

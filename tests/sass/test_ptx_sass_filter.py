@@ -1,7 +1,5 @@
 """From PTX to SASS: dependences, fan-out, and the tool that shows them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Kernels read from files: each number is compared with what something else says of it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

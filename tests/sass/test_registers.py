@@ -1,7 +1,5 @@
 """Registers that instructions read and write: nvdisasm's table of live ranges is the witness."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

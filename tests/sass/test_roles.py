@@ -1,7 +1,5 @@
 """Warp roles: which warps run what, with how many registers, and what bounds them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two listings as the rows of one: marks, order, and that nothing is lost."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

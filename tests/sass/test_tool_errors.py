@@ -1,8 +1,6 @@
 """Errors of the tools for machine code: a reason on stderr and status 2. Files of another kind are
 in tests/console/test_file_kinds.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Whether registers are renamed consistently: values that they hold, and the diff that asks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

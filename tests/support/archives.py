@@ -1,7 +1,5 @@
 """Archives to read, as ar(1) writes them, and object files of the host."""
 
-from __future__ import annotations
-
 import struct
 
 

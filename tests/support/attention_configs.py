@@ -1,7 +1,5 @@
 """Configs of attention, among those of all operations."""
 
-from __future__ import annotations
-
 from flash_helpers.kernel_configs import (
     FAMILIES,
     STEPS,

@@ -1,7 +1,5 @@
 """Q, K and V of a test as the tensors that a config is run on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Made-up results of the benchmark, and what stands in for a GPU's clock when there is none."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """NVRTC and nvcc as a test finds them, and a unit compiled by one of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import dataclass

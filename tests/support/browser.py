@@ -1,7 +1,5 @@
 """A headless Chromium, and the reason why there is none."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What lies on what in a figure of matplotlib."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

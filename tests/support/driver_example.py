@@ -1,7 +1,5 @@
 """examples/driver_launch, compiled for an exported kernel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

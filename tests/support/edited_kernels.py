@@ -1,7 +1,5 @@
 """Kernels of the installed library, and small edits of their machine code to plant differences."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

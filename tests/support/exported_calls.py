@@ -1,7 +1,5 @@
 """Calls of exported kernels: drawn, run by the config itself, and by formulas from JSON."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

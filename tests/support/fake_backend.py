@@ -1,7 +1,5 @@
 """A backend that computes attention on the CPU, and the breakages that tests give it."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A stand-in for the program ncu."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Repositories of a few files, for stand-ins of compilers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

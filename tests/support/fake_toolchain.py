@@ -1,7 +1,5 @@
 """Compilers that are fake_nvcc.py, and the real toolchain."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file that the generator reads of each family: the C++ header with its config's struct."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ the registry and the runtime must be able to hold besides whole blocks.
 The kernel is tests/runtime/kernels/plain_attention.cu; the steps are numbered on from hopper's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which steps of hopper do what others do, for tests that need not run all of them."""
 
-from __future__ import annotations
-
 from flash_helpers.registry.hopper import HOPPER
 
 *_, LAST_OF_HOPPER = HOPPER.steps.values()

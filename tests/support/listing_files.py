@@ -1,8 +1,6 @@
 """Input of the tests of the text tools: listings made by NVIDIA's programs, and what is known of
 the machine code by other ways."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """Matrices whose rows lie apart in memory, for tests of kernels that take rows at any element."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

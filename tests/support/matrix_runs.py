@@ -1,7 +1,5 @@
 """Which families' matrix tests are due, and the record of those that have passed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """PTX without what two compilers of one version write differently for the same code."""
 
-from __future__ import annotations
-
 import re
 
 _SECTIONS = re.compile(r"^\s*\.section\s.*?^\s*\}\n", re.MULTILINE | re.DOTALL)

@@ -4,8 +4,6 @@ Its kernel takes tensor maps, a cluster and a zeroed counter, and needs one arch
 instructions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType

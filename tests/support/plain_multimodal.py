@@ -1,8 +1,6 @@
 """The modules of flash_attention.multimodal once more, written another way: in float64, from the
 weights of a state_dict by name, a sample, a head and a query at a time, with complex numbers."""
 
-from __future__ import annotations
-
 import cmath
 import math
 from collections.abc import Mapping, Sequence

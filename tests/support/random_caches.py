@@ -4,8 +4,6 @@ Each tensor lies in memory of its own, with strides of its own. What is around a
 elements is NaN, or a number that is too large for an index.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

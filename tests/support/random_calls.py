@@ -1,7 +1,5 @@
 """Random calls of attention's functions, most of which are wrong somewhere, drawn from a seed."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Processes that make a group of torch.distributed by gloo, without GPUs, and run cases in it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

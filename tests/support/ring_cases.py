@@ -1,7 +1,5 @@
 """What each rank of a group does in the tests of flash_attention.distributed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

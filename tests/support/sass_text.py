@@ -1,7 +1,5 @@
 """Small kernels written as text, and the kernels of the library, for the tests of the analysis."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import defaultdict

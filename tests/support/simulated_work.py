@@ -1,7 +1,5 @@
 """How much a run of the tests simulates of each family's kernels, held against its budget."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels that make a tensor map of zeros, and copy one box with it."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 

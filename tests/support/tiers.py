@@ -7,8 +7,6 @@ What there is besides of configs, dtypes, distributions and corners has the mark
 the name of the family. On a GPU likewise, where the first step is like any other.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small models of transformers and diffusers with random weights, made from their configs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

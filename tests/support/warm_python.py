@@ -6,8 +6,6 @@ The file is run as both: `serve` is the process that forks, `python` in its fold
 hands over its words, folder, environment and streams, and ends as the program does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

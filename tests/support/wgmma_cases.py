@@ -1,7 +1,5 @@
 """Kernels of one wgmma of any type, with inputs whose sums are exact, and the right D."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections.abc import Iterator

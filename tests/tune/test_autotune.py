@@ -1,8 +1,6 @@
 """The sweep, from a candidate's source to the winner that the package picks. No test needs a GPU:
 the compiler and the process that measures are stand-ins, the rest is the real thing."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

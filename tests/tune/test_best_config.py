@@ -1,7 +1,5 @@
 """Which config best_config() picks: the fastest known for a GPU, never one that is not listed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

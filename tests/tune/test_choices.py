@@ -1,7 +1,5 @@
 """The choice of a kernel from times on a grid of problems."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
