@@ -9,7 +9,6 @@ from flash_helpers.host import tensor_maps
 from flash_helpers.host.check import check_file
 from flash_helpers.host.device import SimulatedDevice
 from flash_helpers.host.errors import CudaError
-from flash_helpers.host.launches import short_name
 from flash_helpers.host.memory import DEVICE_BYTES, MemoryCalls, SharedMemory
 from flash_helpers.host.modules import Image
 from flash_helpers.ptx import TensorMap
@@ -108,20 +107,6 @@ class TestMemory:
         assert calls.free(address) == [0]
         with pytest.raises(CudaError, match="the destination is not allocated"):
             calls.fill(address, 0, 64, 1)
-
-
-@pytest.mark.parametrize(
-    ("symbol", "name"),
-    [
-        ("_Z6matmulPfi", "matmul"),
-        ("_Z5scaleIfLb1EEvPT_", "scale<float, true>"),
-        ("_ZN2ns4copyIL5DType1EEEvi", "ns::copy<(DType)1>"),
-        ("_ZN12_GLOBAL__N_16hiddenEPf", "(anonymous namespace)::hidden"),
-        ("plain", "plain"),
-    ],
-)
-def test_a_kernel_is_named_without_its_parameters(symbol, name) -> None:
-    assert short_name(symbol) == name
 
 
 class TestImages:

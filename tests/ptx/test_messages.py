@@ -65,6 +65,7 @@ def mangled(depth: int) -> str:
         ("plain", 100, "plain"),
         ("_Z1kILi3EfEvPT0_", 100, "k<3, float>"),
         ("_ZN12_GLOBAL__N_11kEPf", 100, "(anonymous namespace)::k"),
+        ("_ZN2ns4copyIL5DType1EEEvi", 100, "ns::copy<(DType)1>"),
         (mangled(2), 100, "k<a<a<int> > >"),
         (mangled(40), 30, "k<a<a<a<a<…> > > > >"),
         (mangled(40), 17, "k<a<a<a<…> > > >"),

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from flash_helpers import gpu
 from flash_helpers.console.progress import progress_bar
-from flash_helpers.console.symbols import demangled
+from flash_helpers.console.symbols import names_of
 from flash_helpers.host.device import SimulatedDevice
 from flash_helpers.host.errors import INVALID_CLUSTER_SIZE, INVALID_VALUE, CudaError
 from flash_helpers.host.modules import LoadedFunction, ModuleCalls
@@ -80,7 +80,7 @@ class LaunchCalls:
         cluster, cooperative, programmatic = _attributes([int(n) for n in numbers[7:]])
         loaded = self._modules.loaded(handle)
         options, kernel = self._options, loaded.kernel
-        name = short_name(kernel.name)
+        _, name, _ = names_of(kernel.name)
         _check_attributes(loaded, name, dynamic, cluster)
         if kernel.synchronises_grid and not cooperative:  # a GPU takes it, and it hangs or traps
             raise LaunchFault(
@@ -158,16 +158,6 @@ def _check_attributes(
 def _from_here(text: str) -> str:
     """A message with paths of the current folder's files from there on: nvcc records whole ones."""
     return text.replace(f"{Path.cwd()}/", "")
-
-
-def short_name(symbol: str) -> str:
-    """The C++ name of a kernel without its result and parameters."""
-    name, depth = demangled(symbol).removeprefix("void "), 0
-    for i, character in enumerate(name):
-        if character == "(" and depth == 0 and not name.startswith("(anonymous namespace)", i):
-            return name[:i]
-        depth += (character == "<") - (character == ">")
-    return name
 
 
 def _three(numbers: Sequence[int | bytes]) -> Three:
