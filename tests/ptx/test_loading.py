@@ -226,6 +226,12 @@ class TestTarget:
         assert kernel.launch(1, 32, target="sm_90").n_blocks == 1
 
 
+def test_a_structure_is_no_number() -> None:
+    kernel = load_ptx(entry("", ".param .align 8 .b8 p[136]")).kernel("k")
+    with pytest.raises(LaunchError, match="argument 0 is passed by value in 136 bytes"):
+        kernel.launch(1, 32, args=[0])
+
+
 def test_a_tensor_map_is_an_argument() -> None:
     tensor_map = TensorMap("f32", 1 << 20, dims=(16, 8), box=(16, 4))
     function = load_ptx(entry("", ".param .align 64 .b8 map[128]")).kernel("k").function

@@ -1,7 +1,6 @@
 """Running kernels without a GPU: what is refused, and that a fault leaves nothing half-written."""
 
 import re
-import struct
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,11 +18,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.ptx import (
-    DeviceMemory,
-    InstructionLimitError,
-    LaunchError,
     MisalignedError,
-    OutOfBoundsError,
     PtxSyntaxError,
     RaceError,
     UnsupportedInstruction,
@@ -85,12 +80,6 @@ def without_barriers(text: str) -> str:
     return edited(text, r"^\tbar\.sync.*\n", "", count=0)
 
 
-def endless(text: str) -> str:
-    """The branch at the end of the main loop is always taken."""
-    return edited(text, r"^\t@!?%p\d+ bra(?:\.uni)? \t(\$L__BB\w+);(?=\n(?:.*\n){0,12}?\$L__)",
-                  r"\tbra.uni \t\1;", count=0)  # fmt: skip
-
-
 class TestMemory:
     def test_begins_where_a_tensor_does_between_multiples_of_16_bytes(self, inputs, ptx) -> None:
         tensors, kernel = attention_tensors(CONFIG, *inputs), load_kernel(CONFIG, ptx)
@@ -140,11 +129,6 @@ class TestBadPtx:
         with pytest.raises(RuntimeError, match=r"PTX of v7_bf16.* cannot be read .*pip install"):
             flash_attention.forward(CONFIG, *inputs)
 
-    @pytest.mark.parametrize("share", [0.0005, 0.01, 0.3, 0.6])
-    def test_cut_off_is_refused_with_the_line(self, ptx, share) -> None:
-        with pytest.raises(PtxSyntaxError, match=r"PTX line \d+"):
-            load_kernel(CONFIG, ptx[: int(share * len(ptx))] + "\n")
-
     def test_cut_off_behind_the_kernel_is_refused_too(self, ptx) -> None:
         with pytest.raises(PtxSyntaxError, match=r"no \.file 1 follows: the text is cut off"):
             load_kernel(CONFIG, ptx[: ptx.index("\n}\n") + 3])
@@ -154,23 +138,6 @@ class TestBadPtx:
         with pytest.raises(RuntimeError, match=r"cannot be read .*line \d+"):
             flash_attention.forward(CONFIG, *inputs)
 
-    @pytest.mark.parametrize(
-        ("pattern", "replacement", "opcode"),
-        [
-            (r"^\tbar\.sync", r"\tbar.teleport", "bar.teleport"),
-            (r"^\tmax\.f32", r"\tmaximum.f32", "maximum.f32"),
-            (r"^\tmax\.f32", r"\tmax.f128", "max.f128"),
-            (r"^\tmma\.sync\.aligned\.m16n8k16", r"\tmma.sync.aligned.m16n8k99", "m16n8k99"),
-        ],
-    )
-    def test_unknown_opcodes_and_types_are_named_with_their_line(
-        self, ptx, inputs, pattern, replacement, opcode
-    ) -> None:
-        text = edited(ptx, pattern, replacement)
-        line = next(n for n, x in enumerate(text.splitlines(), start=1) if opcode in x)
-        with pytest.raises(UnsupportedInstruction, match=f"PTX line {line}:.*{opcode}"):
-            run(text, inputs)
-
     def test_no_modifier_is_ignored(self, ptx, inputs) -> None:
         opcodes = set(re.findall(r"^\t(?:@!?%p\d+ )?([a-z][a-z0-9]*)[.\w:]*[ \t;]", ptx, re.M))
         assert len(opcodes) > 20
@@ -179,57 +146,6 @@ class TestBadPtx:
             text = edited(ptx, rf"^(\t(?:@!?%p\d+ )?{opcode})\b", r"\1.twice", count=0)
             with pytest.raises(UnsupportedInstruction, match=rf"{opcode}\.twice.*\.twice is not"):
                 run(text, inputs)
-
-    def test_without_the_kernel_is_refused_with_those_there_are(self, ptx) -> None:
-        other = CONFIG.replace(dtype=Element.FP16)
-        with pytest.raises(LaunchError, match=f"(?s)no kernel is named.*{CONFIG.short_form()}"):
-            load_kernel(other, ptx)
-
-    def test_that_never_ends_is_stopped(self, ptx, inputs) -> None:
-        with pytest.raises(InstructionLimitError, match="may never end"):
-            run(endless(ptx), inputs)
-
-
-class TestBadArguments:
-    """Arguments of a kernel launched by hand."""
-
-    GRID, BLOCK, SHARED = (1, 1, 1), CONFIG.n_threads, CONFIG.smem_bytes
-
-    def launch(self, ptx: str, args: list, **changes: object) -> None:
-        options = {"grid": self.GRID, "block": self.BLOCK, "shared_bytes": self.SHARED, **changes}
-        load_kernel(CONFIG, ptx).launch(args=args, **options)
-
-    def packed(self, *pointers: int) -> bytes:
-        return struct.pack("<4Q12qi4x", *pointers, *(4 * (64 * 128, 128, 128)), 64)
-
-    def test_that_do_not_fit_the_parameters_are_refused(self, ptx) -> None:
-        with pytest.raises(LaunchError, match="argument 0 has 8 bytes, its parameter 136"):
-            self.launch(ptx, [bytes(8)])
-        with pytest.raises(LaunchError, match="takes 1 arguments, got 2"):
-            self.launch(ptx, [bytes(136), 1])
-        with pytest.raises(LaunchError, match="argument 0 is passed by value in 136 bytes"):
-            self.launch(ptx, [0])
-
-    @pytest.mark.parametrize(
-        ("pointer", "words"),
-        [(0, "the null pointer"), (0x1234_5678_9000, "not an address of this device memory")],
-    )
-    def test_null_and_foreign_pointers_are_caught(self, ptx, pointer, words) -> None:
-        with pytest.raises(OutOfBoundsError, match=words):
-            self.launch(ptx, [self.packed(*(4 * [pointer]))], memory=DeviceMemory())
-
-    def test_memory_that_is_too_short_is_caught(self, ptx) -> None:
-        memory = DeviceMemory()
-        row = 128 * 2
-        pointers = [memory.allocate(rows * row) for rows in (64, 64, 63, 64)]
-        with pytest.raises(OutOfBoundsError, match=r"bytes past the end of the 16128-byte"):
-            self.launch(ptx, [self.packed(*pointers)], memory=memory)
-
-    def test_a_launch_that_cannot_exist_is_refused(self, ptx) -> None:
-        with pytest.raises(LaunchError, match=r"compiled for at most 128"):
-            self.launch(ptx, [bytes(136)], block=256)
-        with pytest.raises(LaunchError, match=r"sm_80 has 166912"):
-            self.launch(ptx, [bytes(136)], shared_bytes=200 * 1024)
 
 
 class TestSimulate:
