@@ -1,10 +1,21 @@
 """Launches of benchmarks/hopper_cases.py in the simulator."""
 
+import functools
+from pathlib import Path
+
 import numpy as np
 from hopper_cases import Case
 
-from flash_helpers.ptx import DeviceMemory, PtxModule, Run
+from flash_helpers.ptx import DeviceMemory, PtxModule, Run, load_ptx
 from flash_helpers.ptx.tensor_map import TensorMap
+
+KERNELS = Path(__file__).parent / "kernels"
+
+
+@functools.cache
+def module_of(name: str) -> PtxModule:
+    """That of a file in KERNELS."""
+    return load_ptx(KERNELS / f"{name}.ptx")
 
 
 def launched(case: Case, module: PtxModule, **options: object) -> tuple[Run, np.ndarray]:

@@ -6,8 +6,7 @@ import weakref
 
 import pytest
 from hopper_cases import CASES
-from hopper_faults import module_of
-from hopper_launches import launched
+from hopper_launches import launched, module_of
 from ptx_snippets import entry
 
 from flash_helpers.ptx import load_ptx

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from fake_backend import ROOT
 from hopper_cases import CASES, Case, integers, values
-from hopper_faults import module_of
-from hopper_launches import launched
+from hopper_launches import launched, module_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "hopper_kernels_h200"
 OUTPUTS = np.load(RESULTS.with_suffix(".npz"))

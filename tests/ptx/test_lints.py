@@ -2,13 +2,15 @@
 mistakes."""
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
-from hopper_cases import WHOLE, gemm, gemm_a_registers
-from hopper_faults import HAZARDS, Case, Edit, Fault, module_of, only, plant, source_of, swap
-from hopper_launches import launched
+from hopper_cases import WHOLE, Case, gemm, gemm_a_registers
+from hopper_launches import KERNELS, launched, module_of
 from tma_snippets import BARRIER_INITS, EXPECT, INIT, LOAD, run, wait
 
+from flash_helpers.check.faults import drop, nth, swap
 from flash_helpers.ptx import (
     EarlyReleaseLint,
     LeftArrivalsLint,
@@ -19,22 +21,46 @@ from flash_helpers.ptx import (
     load_ptx,
 )
 
-KINDS = {
-    "zero fill lint": ZeroFillLint,
-    "never read lint": NeverReadLint,
-    "left arrivals lint": LeftArrivalsLint,
-}
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of some instructions: those from a line of the .cu file that holds `source`, whose
+    opcode matches the regular expression. which: a slice of them; None for all."""
+
+    source: str
+    opcode: str
+    change: Callable[[str], str]
+    which: slice | None = None
 
 
-def lints_of(case: Case, text: str | None = None) -> tuple[Lint, ...]:
-    """The lints of a case, of its own PTX or another."""
-    module = module_of(case.module) if text is None else load_ptx(text)
+def source_of(case: Case) -> list[str]:
+    """The lines of the .cu file."""
+    return (KERNELS / f"{case.module}.cu").read_text().splitlines()
+
+
+def edited(case: Case, edits: Sequence[Edit]) -> str:
+    """The PTX of a case's module after the edits."""
+    source = source_of(case)
+    lines = (KERNELS / f"{case.module}.ptx").read_text().split("\n")
+    for edit in edits:
+        found = []
+        for instruction in module_of(case.module).kernel(case.kernel).function.instructions:
+            frames = instruction.location.frames() if instruction.location else ()
+            here = [source[f.line - 1] for f in frames if f.file == f"{case.module}.cu"]
+            matches = re.match(edit.opcode, instruction.opcode)
+            if matches and any(edit.source in line for line in here):
+                found.append(instruction.line - 1)
+        chosen = sorted(found)[edit.which or slice(None)]
+        assert chosen, f"the edit has nowhere to go: {edit.source}, {edit.opcode}"
+        for index in chosen:
+            lines[index] = edit.change(lines[index])
+    return "\n".join(lines)
+
+
+def lints_of(case: Case, *edits: Edit) -> tuple[Lint, ...]:
+    """The lints of a case, of its own PTX or of that after edits."""
+    module = load_ptx(edited(case, edits)) if edits else module_of(case.module)
     return launched(case, module, lints=True)[0].lints
-
-
-def linted(planted: Fault, cases: dict[str, Case] = WHOLE) -> tuple[Lint, ...]:
-    case = planted.launch(cases[planted.case])
-    return lints_of(case, plant(planted))
 
 
 def lines_of(lint: Lint, case: Case) -> list[str]:
@@ -44,31 +70,53 @@ def lines_of(lint: Lint, case: Case) -> list[str]:
     return [source[int(number) - 1] for number in numbers]
 
 
+WGMMA = r"wgmma\.mma"
+TURN = Edit("take_turn(); // that consumer 1", r"barrier\.sync|bar", drop)
+GEMM_STEP, A_STEP = "wgmma<T>(acc, a + advance", "wgmma<T, 1>(acc, a + 4 * step"
+# A case, edits of its PTX, the lint, and part of the line that the lint names.
 PLANTED = {
-    name: planted
-    for faults in HAZARDS.values()
-    for name, planted in faults.items()
-    if planted.error in KINDS
-}
+    # no rule of the PTX ISA is broken, and the barriers of a block end with it
+    "a turn left over": ("attention_f16_ping_pong", [TURN], LeftArrivalsLint, "exponentials();"),
+    "a turn left over, in an overlapped loop": (
+        "attention_bf16_ping_pong_overlap", [TURN], LeftArrivalsLint, "exponentials();",
+    ),
+    "the last 16 of k": (
+        "gemm_bf16", [Edit(GEMM_STEP, WGMMA, drop, nth(3))], NeverReadLint,
+        "load_2d(A_smem + ring.slot",
+    ),
+    "the last 16 of k, from registers": (
+        "gemm_a_registers", [Edit(A_STEP, WGMMA, drop, nth(3))], NeverReadLint, "load_2d(panel",
+    ),
+    "the last 16 keys": (
+        "attention_bf16",
+        [Edit("wgmma<T, 1>(O, P + 4 * step", WGMMA, drop, slice(7, None, 8))],
+        NeverReadLint, "load_tile<B_c>(shared.V",
+    ),
+}  # fmt: skip
 WHOLE_BOXES = gemm("gemm_bf16", "bf16", 4, 64, 128, 448)
-RELEASES = r"mbarrier\.arrive\."
 
 
 def released_by(count: int, register: str) -> tuple[Edit, ...]:
     """The slots of gemm_bf16 are released by the first of each group of threads, so many in all."""
+
+    def of_the_first(line: str) -> str:
+        return f"""{{ .reg .b32 %which; .reg .pred %first;
+mov.u32 %which, {register};
+setp.eq.u32 %first, %which, 0;
+@%first {line.strip()}
+}}"""
+
     return (
         Edit("init(empty + 8 * s, 128)", r"mbarrier\.init", swap(r"%r\d+;", f"{count};")),
-        Edit("arrive(last)", RELEASES, only(register, "lt 1")),
+        Edit("arrive(last)", r"mbarrier\.arrive\.", of_the_first),
     )
 
 
 class TestMistakes:
-    @pytest.mark.parametrize("name", PLANTED)
-    def test_are_found_where_they_are(self, name: str) -> None:
-        planted = PLANTED[name]
-        mine = [lint for lint in linted(planted) if type(lint) is KINDS[planted.error]]
-        case = WHOLE[planted.case]
-        assert any(planted.at in line for lint in mine for line in lines_of(lint, case))
+    @pytest.mark.parametrize(("name", "edits", "kind", "at"), PLANTED.values(), ids=PLANTED)
+    def test_are_found_where_they_are(self, name, edits, kind, at) -> None:
+        mine = [lint for lint in lints_of(WHOLE[name], *edits) if type(lint) is kind]
+        assert any(at in line for lint in mine for line in lines_of(lint, WHOLE[name]))
 
     @pytest.mark.parametrize(
         ("name", "at", "opcode"),
@@ -98,8 +146,7 @@ class TestMistakes:
         assert {type(lint) for lint in found} == {EarlyReleaseLint}
 
     def test_one_thread_releases_for_its_warpgroup(self) -> None:
-        planted = Fault("gemm_bf16", released_by(1, "%tid.x"), "", "")
-        (lint,) = linted(planted, {"gemm_bf16": WHOLE_BOXES})
+        (lint,) = lints_of(WHOLE_BOXES, *released_by(1, "%tid.x"))
         assert type(lint) is EarlyReleaseLint
         assert "warps 1, 2, 3 of its block" in str(lint)
         assert "arrive(last)" in "".join(lines_of(lint, WHOLE_BOXES))
@@ -123,8 +170,7 @@ class TestNone:
         assert lints_of(case) == ()
 
     def test_of_a_slot_that_each_warp_releases(self) -> None:
-        planted = Fault("gemm_bf16", released_by(4, "%laneid"), "", "")
-        assert linted(planted, {"gemm_bf16": WHOLE_BOXES}) == ()
+        assert lints_of(WHOLE_BOXES, *released_by(4, "%laneid")) == ()
 
     def test_unless_asked_for(self) -> None:
         case = WHOLE["scale_tiles"]
