@@ -76,7 +76,8 @@ class RandomCall:
         if q.ndim == 4:
             self._check_values(o, lse, q, k, v)
             return
-        bounds = (pairwise(x.tolist()) for x in self.args[3:5])
+        # a GPU's kernels, which do not refuse them, take begins before row 0 for 0
+        bounds = (pairwise(x.clamp(min=0).tolist()) for x in self.args[3:5])
         for own, seen in zip(*bounds, strict=True):
             rows, keys = slice(*own), slice(*seen)
             part = None if lse is None else lse[None, :, rows]
