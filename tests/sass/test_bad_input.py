@@ -468,7 +468,7 @@ def check_disassembled(path: Path, symbols: set[str]) -> int:
     return 1
 
 
-def check_headers(name: str, planted: Path, seed: str, variants: int) -> None:
+def check_headers(name: str, planted: Path, seed: str) -> None:
     """Damaged cubins are read right or refused, without nvdisasm."""
     data = (planted / f"{name}.cubin").read_bytes()
     pristine = read_cubin(data, name)
@@ -476,7 +476,7 @@ def check_headers(name: str, planted: Path, seed: str, variants: int) -> None:
     generator = random.Random(seed)
     survivors = 0
     with time_limit(120):
-        for _ in range(variants):
+        for _ in range(HEADER_VARIANTS):
             try:
                 cubin = read_cubin(damaged(data, generator), name)
                 for lines in (CUDA_LINES, PTX_LINES):
@@ -486,17 +486,17 @@ def check_headers(name: str, planted: Path, seed: str, variants: int) -> None:
                 continue
             survivors += 1
             assert {k.symbol: len(k.code) for k in cubin.kernels} == sizes
-    assert 0 < survivors < variants
+    assert 0 < survivors < HEADER_VARIANTS
 
 
-def check_container(name: str, planted: Path, folder: Path, seed: str, variants: int) -> None:
+def check_container(name: str, planted: Path, folder: Path, seed: str) -> None:
     """Damaged containers list the kernels that are left, with a warning or an error."""
     data = (planted / name).read_bytes()
     path = folder / name
     expected = [] if name == "only_ptx.fatbin" else list_kernels(planted / name)
     generator = random.Random(seed)
     with time_limit(240):
-        for _ in range(variants):
+        for _ in range(CONTAINER_VARIANTS):
             path.write_bytes(damaged(data, generator))
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
@@ -509,7 +509,7 @@ def check_container(name: str, planted: Path, folder: Path, seed: str, variants:
             assert warned or len(found) == len(expected)
 
 
-def check_code(name: str, planted: Path, folder: Path, seed: str, variants: int) -> None:
+def check_code(name: str, planted: Path, folder: Path, seed: str) -> None:
     """Damaged code is disassembled as it stands in the file, or refused.
 
     Damage that the headers refuse is seen by check_headers: half of the variants here damage only
@@ -523,8 +523,8 @@ def check_code(name: str, planted: Path, folder: Path, seed: str, variants: int)
     code = read_cubin(data, name).kernels[0].code
     start = data.index(code)
     loaded = 0
-    with time_limit(40 * variants):
-        for number in range(variants):
+    with time_limit(40 * DISASSEMBLED_VARIANTS):
+        for number in range(DISASSEMBLED_VARIANTS):
             if number % 2:
                 variant = damaged(data, generator)
             else:
@@ -535,39 +535,23 @@ def check_code(name: str, planted: Path, folder: Path, seed: str, variants: int)
     assert loaded
 
 
+EACH_PART = pytest.mark.parametrize(
+    "part", ["", *(pytest.param(f" {n}", marks=pytest.mark.mutants) for n in range(17))]
+)
+"""Fifteen hundred variants, the same ones each time; 26,000 with the mutants."""
+
+
+@EACH_PART
 class TestDamagedFiles:
-    """A thousand variants, the same ones each time."""
-
     @pytest.mark.parametrize("name", FUZZED_CUBINS)
-    def test_headers_and_line_tables(self, name: str, planted: Path) -> None:
-        check_headers(name, planted, name, HEADER_VARIANTS)
+    def test_headers_and_line_tables(self, name: str, part: str, planted: Path) -> None:
+        check_headers(name, planted, name + part)
 
     @pytest.mark.parametrize("name", FUZZED_CONTAINERS)
-    def test_containers(self, name: str, planted: Path, tmp_path: Path) -> None:
-        check_container(name, planted, tmp_path, name, CONTAINER_VARIANTS)
+    def test_containers(self, name: str, part: str, planted: Path, tmp_path: Path) -> None:
+        check_container(name, planted, tmp_path, name + part)
 
     @pytest.mark.parametrize("name", DISASSEMBLED_CUBINS)
-    def test_disassembled(self, name: str, planted: Path, tmp_path: Path, monkeypatch) -> None:
+    def test_disassembled(self, name, part, planted, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(disassembler, "TIMEOUT_SECONDS", 20.0)
-        check_code(name, planted, tmp_path, f"disassembled {name}", DISASSEMBLED_VARIANTS)
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("part", range(10))
-class TestTenThousandDamagedFiles:
-    """6,000 variants of cubins, 3,600 of containers, and 400 that are disassembled."""
-
-    @pytest.mark.parametrize("name", FUZZED_CUBINS)
-    def test_headers_and_line_tables(self, name: str, part: int, planted: Path) -> None:
-        check_headers(name, planted, f"{name} {part}", 120)
-
-    @pytest.mark.parametrize("name", FUZZED_CONTAINERS)
-    def test_containers(self, name: str, part: int, planted: Path, tmp_path: Path) -> None:
-        check_container(name, planted, tmp_path, f"{name} {part}", 60)
-
-    @pytest.mark.parametrize("name", DISASSEMBLED_CUBINS)
-    def test_disassembled(
-        self, name: str, part: int, planted: Path, tmp_path: Path, monkeypatch
-    ) -> None:
-        monkeypatch.setattr(disassembler, "TIMEOUT_SECONDS", 20.0)
-        check_code(name, planted, tmp_path, f"disassembled {name} {part}", 10)
+        check_code(name, planted, tmp_path, f"disassembled {name}{part}")
