@@ -218,11 +218,11 @@ def test_there_are_programs() -> None:
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in {WORKER, *COMPUTE}], ids=str)
-def test_help_waits_for_neither_torch_nor_numpy(program, root):
+def test_help_has_examples_and_waits_for_neither_torch_nor_numpy(program, root):
     command = command_of(program, "-X", "importtime")  # tells what is imported
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert ended.returncode == 0
-    assert ended.stdout.startswith("usage: ")
+    assert ended.stdout.startswith("usage: ") and "\nexamples:\n" in ended.stdout
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "argparse" in imported
     assert not {"torch", "numpy"} & imported

@@ -334,11 +334,6 @@ class TestTool:
         assert done.stderr.count("\n") == 1 and "h100.json" in done.stderr
         assert list(tmp_path.iterdir()) == []
 
-    def test_help_shows_examples_and_exit_codes(self, root: Path) -> None:
-        done = self.run(root, "--help")
-        assert done.returncode == 0
-        assert f"python {TOOL} --strict" in done.stdout and "exit status: 0" in done.stdout
-
     def test_strict_faults_exit_with_1(self, repository: Path, monkeypatch, capsys) -> None:
         monkeypatch.setattr(site, "PAGES", pages_of("01_base.md", "02_swizzle.md"))
         output = repository.parent / "site"

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,7 +74,6 @@ from flash_helpers.measure.rates import (
     RateWork,
     matmul_work,
     measure_rates,
-    mma_sync_work,
 )
 from flash_helpers.measure.results import (
     BEST_OTHER,
@@ -118,7 +116,6 @@ from flash_helpers.measure.timing import (
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
 from flash_helpers.operations.rows.problem import Rows
-from flash_helpers.runtime import library
 
 SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
 DTYPES = (Element.FP16, Element.BF16)
@@ -629,25 +626,6 @@ def test_the_matmul_rate_counts_the_product_it_computes() -> None:
     work.launch()
     assert work.operations == 2 * 64**3
     assert MATMUL_SIZE == 8192
-
-
-BEFORE_THE_LOOP = (
-    "kernel_count",
-    "kernel_name",
-    "launch",
-    "knows_exchange",
-    "encode_tensor_map",
-    "kernel_resources",
-)
-
-
-def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
-    older = SimpleNamespace(**{f"flash_{name}": SimpleNamespace() for name in BEFORE_THE_LOOP})
-    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: older)
-    library.load.cache_clear()
-    with pytest.raises(RuntimeError, match=r"has no flash_\w+, so that it is older"):
-        mma_sync_work(Element.BF16, torch.device("cuda", 0))
-    library.load.cache_clear()
 
 
 def test_a_gpu_has_as_many_sms_as_the_work_of_the_loop_on_each_of_them_says() -> None:

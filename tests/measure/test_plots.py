@@ -20,7 +20,6 @@ from benchmark_results import (
 )
 from browser import open_browser
 from drawn_figure import collisions
-from fake_backend import ROOT
 from matplotlib.axes import Axes
 from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
@@ -328,13 +327,3 @@ def test_a_plot_of_other_numbers_is_found_without_matplotlib(
     assert update_tables(repository) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
     assert (repository / LARGE_TILE_7.step.source).read_text() == header
-
-
-@pytest.mark.skipif(
-    not (ROOT / "benchmarks/results/h100.json").exists(), reason="no results are committed"
-)
-@pytest.mark.parametrize("panel", BOTH)
-def test_the_committed_plots_show_the_committed_results(panel: str) -> None:
-    results = load_results(ROOT / "benchmarks/results/h100.json")
-    shown = plotted_numbers((ROOT / f"docs/images/{panel}.svg").read_text())
-    assert shown == description(results, [panel])

@@ -298,11 +298,6 @@ class TestCommand:
         status, out, err = run_tool(capsys, "1", "--seq", "64")
         assert (status, out, err) == (1, "", "shared-memory race: here\n")
 
-    def test_help_shows_worked_examples(self, capsys) -> None:
-        with pytest.raises(SystemExit):
-            load_tool(TOOL).main(["--help"])
-        assert "profile_kernel.py 1 2 --seq 512" in capsys.readouterr().out
-
 
 class TestCheckRace:
     """tools/debug/check_race.sh without a GPU."""
