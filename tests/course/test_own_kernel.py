@@ -95,13 +95,6 @@ def test_both_are_right_and_only_the_flawed_one_has_conflicts():
     assert cells(result.stdout, "global sectors") == [f"{sectors:,}"] * 2
 
 
-def test_the_lines_with_conflicts_are_those_where_a_thread_walks_along_its_row():
-    result = run(SIMULATE, EXAMPLE / f"{FLAWED}.ptx")
-    lines = [int(n) for n in re.findall(rf"{FLAWED}\.cu:(\d+) has", result.stdout)]
-    assert len(lines) == 2
-    assert all("tile[thread * kStride + c]" in source(FLAWED)[n - 1] for n in lines)
-
-
 def test_a_barrier_taken_out_of_the_ptx_is_a_race(tmp_path):
     broken = tmp_path / "no_barrier.ptx"
     broken.write_text(re.sub(r"^\s*bar\.sync.*\n", "", ptx(FIXED), count=1, flags=re.M))
@@ -194,14 +187,6 @@ def test_the_flawed_one_asks_for_blocks_that_shared_memory_cannot_hold():
     )
 
 
-def test_the_report_tells_spills_and_occupancy():
-    cubin = EXAMPLE / f"{FLAWED}.sm_90.cubin"
-    report = run("tools/analysis/sass_report.py", cubin, "--threads", THREADS)
-    spilled = machine_code(FLAWED, "sm_90").resources.spill_store_bytes
-    assert f"{spilled} bytes of local stores" in report.stdout
-    assert "13 blocks per SM" in report.stdout
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_fix_takes_local_memory_away_and_leaves_the_work(architecture):
     before, after = (
@@ -212,20 +197,6 @@ def test_the_fix_takes_local_memory_away_and_leaves_the_work(architecture):
     for opcode in ("LDG", "STG", "LDS", "STS", "MUFU", "FMNMX", "FADD", "BAR"):
         assert before[opcode] == after[opcode] > 0, opcode
     assert after["MUFU"] == 4 * CHUNKS + 1  # an exponential for each element, and 1 / l
-
-
-def test_the_comparison_names_local_memory():
-    both = (EXAMPLE / f"{name}.sm_90.cubin" for name in (FLAWED, FIXED))
-    result = run("tools/analysis/compare_sass_instruction_counts.py", *both, "--base")
-    assert cells(result.stdout, "STL")[1] == "0" and cells(result.stdout, "LDL")[1] == "0"
-
-
-def test_an_exponential_of_the_ptx_is_found_in_the_machine_code():
-    line = next(n for n, text in enumerate(ptx(FLAWED).splitlines(), 1) if "ex2.approx" in text)
-    cubin = EXAMPLE / f"{FLAWED}.sm_90.cubin"
-    result = run("tools/analysis/ptx_sass_filter.py", cubin, line, "--depth", "0")
-    assert "-> MUFU.EX2" in result.stdout
-    assert "FSETP" in result.stdout  # the guard against subnormals that the page speaks of
 
 
 # -- the committed files -----------------------------------------------------------------------
