@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sass_text import guard_text
+from sass_text import guard_text, list_kernels
 
 from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read import disassembler
@@ -38,7 +38,7 @@ from flash_helpers.sass.read.disassembler import (
 from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, disassemble
 from flash_helpers.sass.read.elf import read_sections
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, read_line_tables
-from flash_helpers.sass.read.reader import list_kernels, load_kernels
+from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     LiveRegisters,

@@ -1,7 +1,7 @@
 """Choosing kernels of a file by a name: of the whole, of a part, or by a pattern."""
 
 import pytest
-from sass_text import DEFAULT
+from sass_text import DEFAULT, list_kernels
 
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.machine_code import kernel_names
@@ -14,7 +14,6 @@ from flash_helpers.sass.read.choice import (
     require_one,
     require_one_architecture,
 )
-from flash_helpers.sass.read.reader import list_kernels
 from flash_helpers.sass.read.records import SassError
 
 V1 = "_ZN2v114forward_kernelI20v1_bf16_d128_Br64_Q0EEv17ForwardKernelArgs"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from archives import archive, host_object
-from sass_text import ARCHITECTURES
+from sass_text import ARCHITECTURES, list_kernels
 
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime.library import library_path
 from flash_helpers.sass.read.containers import Member, MemberKind, cubins_of, members_of, ptx_of
 from flash_helpers.sass.read.cubin import read_cubin
-from flash_helpers.sass.read.reader import find_kernels, list_kernels, load_kernels
+from flash_helpers.sass.read.reader import find_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError, SassWarning
 from flash_helpers.sass.show.extract import ptx_texts
 

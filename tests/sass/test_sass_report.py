@@ -14,6 +14,7 @@ from sass_text import (
     kernel,
     kernel_of,
     kernels_of,
+    list_kernels,
     needs,
     of_version,
 )
@@ -31,7 +32,7 @@ from flash_helpers.sass.analyse.bound import Chip, Launch, predict
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import NotDeterminedError
 from flash_helpers.sass.analyse.report import KernelReport, report_on, verdicts
-from flash_helpers.sass.read.reader import list_kernels, load_kernels
+from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
 from flash_helpers.sass.show.report_text import (
     SourceText,

@@ -4,6 +4,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -21,6 +22,7 @@ from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.runtime import library
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import control_flow
+from flash_helpers.sass.read.reader import find_kernels
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Compiler,
@@ -51,6 +53,11 @@ def needs(*architectures: str) -> pytest.MarkDecorator:
     """Skips a test where the library is not built for all of these."""
     missing = ", ".join(name for name in architectures if name not in ARCHITECTURES)
     return pytest.mark.skipif(bool(missing), reason=f"the library is not built for {missing}")
+
+
+def list_kernels(path: Path, architecture: str | None = None) -> list[tuple[str, str]]:
+    """Architecture and symbol of the kernels in a file."""
+    return [kernel.found for kernel in find_kernels(path, architecture)]
 
 
 def _parse(text: str) -> tuple[list[Operation], list[dict[str, str]]]:

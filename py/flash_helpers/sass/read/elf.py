@@ -3,7 +3,7 @@
 The layout is that of the System V ABI, "Object Files".
 
 The tables of sections and symbols are read by this module, not by pyelftools. pyelftools takes 1.6
-s for the tables of the library's 420 cubins, and a copy of each file; all of list_kernels takes 0.2
+s for the tables of the library's 420 cubins, and a copy of each file; all of find_kernels takes 0.2
 s here.
 """
 

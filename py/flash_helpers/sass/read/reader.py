@@ -72,16 +72,6 @@ class FoundKernel(NamedTuple):
         return self[:2]
 
 
-def list_kernels(
-    path: Path, architecture: str | None = None, names: Iterable[str] = ()
-) -> list[Found]:
-    """Architecture and symbol of the kernels in a file, without disassembling.
-
-    `architecture`, `names`: as in `iter_kernels`, which also lists the errors.
-    """
-    return [kernel.found for kernel in find_kernels(path, architecture, names)]
-
-
 def find_kernels(
     path: Path, architecture: str | None = None, names: Iterable[str] = (), member: str = ""
 ) -> list[FoundKernel]:
