@@ -34,22 +34,6 @@ __device__ __forceinline__ void store_rows(const CUtensorMap &tensor, TilePlace 
     }
 }
 
-// Four lanes have 32 columns of a row, packed: lane t has columns 8n + 2t and 8n + 2t + 1 in
-// packed[n]. Afterwards it has columns 8t … 8t + 7.
-__device__ __forceinline__ void exchange(uint32_t (&packed)[4]) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const bool upper = threadIdx.x & bit;
-#pragma unroll
-        for (int i = 0; i < 4 - bit; i += 3 - bit) { // the pairs (i, i + bit)
-            const uint32_t sent = upper ? packed[i] : packed[i + bit];
-            const uint32_t got = __shfl_xor_sync(0xffffffff, sent, bit);
-            packed[i] = upper ? got : packed[i];
-            packed[i + bit] = upper ? packed[i + bit] : got;
-        }
-    }
-}
-
 // Rounds 16 rows of a warp, times a factor, to 16 bits, stores them from row place.row on, of rows
 // 0 … length - 1 if there is a length, and makes the accumulators 0 for the next tile. The four
 // lanes that have a row store 64 bytes of it at once.

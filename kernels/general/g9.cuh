@@ -20,61 +20,9 @@
 
 namespace g9 {
 
-constexpr int kFewKeys = 64; // of block 0, for a warpgroup that sees no more of them
-
 template <typename Config>
-struct Tile {
-    static constexpr GeneralKernelConfig cfg = Config::value;
-    static constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kPVSteps = B_c / kWgmmaK;
-    static constexpr int kBlocks = cfg.cluster, kQSlots = cfg.Q_slots; // blocks of a cluster
-    static constexpr int kConsumers = B_r / kWgmmaM; // warpgroups that compute
-    static constexpr bool kStoresLate = kConsumers < 3; // three have too few registers to keep O
-    static constexpr bool kMoves = cfg.causal || cfg.window; // each row's last key is another one
-    static constexpr bool kDiffer = cfg.causal || cfg.varlen; // tiles, in their numbers of keys
-    static constexpr Edges kOrder = cfg.causal ? Edges::kCausal : Edges::kTensors;
-    static constexpr Edges kEdges = cfg.window ? Edges::kWindow : kOrder;
-    // Most blocks that only others see: they keep their slots while a warpgroup waits for the next.
-    static constexpr int kMostUnseen = kMoves ? (kBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
-    static constexpr bool kFew = kMoves && B_c == 2 * kFewKeys;
-    static constexpr int kDHead = cfg.d_head, kDV = cfg.v_columns(), kDSteps = kDHead / kWgmmaK;
-    static_assert(kDHead % kWgmmaK == 0 && kDV <= kDHead, "O takes the place of Q");
-    static_assert(!cfg.varlen || kBlocks == 1, "the next tile may be another sequence's");
-    static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
-};
-
-// The order of tiles. Two blocks of a cluster take the tile of one number together: the same rows
-// of two heads that share K and V, or else two tiles of one head, one above the other.
-template <typename T>
-struct Scheduler {
-    const GeneralKernelArgs &args;
-    const int rank = cluster_rank();
-    const TilePlace apart = // from the first block's to the second's
-        T::kBlocks == 1 ? TilePlace{0, 0} : blocks_apart<T::B_r>(args);
-
-    __device__ __forceinline__ auto place(int tile) const { // where the first block begins
-        if constexpr (T::cfg.varlen) { // all heads, which have the same length, of a slot
-            return find_tile<T::B_r, T::cfg.causal>(tile / args.heads, tile % args.heads, args);
-        } else {
-            auto [block, head] = tile_index<T::B_r, T::kOrder>(tile, args);
-            head *= 1 + apart.head;
-            return TilePlace{block * (T::B_r + apart.row), head % args.heads, head / args.heads};
-        }
-    }
-    // Tiles that differ come from a counter, if there is one.
-    __device__ __forceinline__ int next(int tile) const {
-        return take_tile<T::kDiffer, T::kBlocks>(tile, args);
-    }
-    // The end of the keys that a query sees; of rows up to `end` that of the blocks of keys, and of
-    // rows from `query` on the first of these. Block 0 begins at first_key.
-    __device__ __forceinline__ int keys(int query) const {
-        return visible_keys<T::kEdges>(query, args);
-    }
-    __device__ __forceinline__ int key_blocks(int end, int first_key) const {
-        return seen_blocks<T::B_c, T::kEdges>(end, args, first_key);
-    }
-    __device__ __forceinline__ int first_block(int query, int first_key) const {
-        return max(first_visible_key<T::kEdges>(query, args) - first_key, 0) / T::B_c;
-    }
+struct Tile : TileSizes<Config> { // three warpgroups have too few registers to keep O
+    static constexpr bool kStoresLate = TileSizes<Config>::kConsumers < 3;
 };
 
 // 2. the producer: Q, K_{j+1}, V_j: global → shared

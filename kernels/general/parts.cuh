@@ -20,6 +20,7 @@
 #include "sm90/wgmma.cuh"
 
 constexpr int kWarpRows = kWgmmaM / 4;
+constexpr int kFewKeys = 64; // of block 0, for a warpgroup that sees no more of them
 
 // Begins to load the rows of a tile at `place`, from a column on: of its piece, or of all. Into
 // each thread block whose bit is set in `blocks`, if given.
@@ -133,6 +134,61 @@ struct Slots {
     }
 };
 
+// The sizes of a config's tiles, and the edges that they cross, as steps have had them since g7.
+template <typename Config>
+struct TileSizes {
+    static constexpr GeneralKernelConfig cfg = Config::value;
+    static constexpr int B_r = cfg.B_r, B_c = cfg.B_c, kPVSteps = B_c / kWgmmaK;
+    static constexpr int kBlocks = cfg.cluster, kQSlots = cfg.Q_slots; // blocks of a cluster
+    static constexpr int kConsumers = B_r / kWgmmaM; // warpgroups that compute
+    static constexpr bool kMoves = cfg.causal || cfg.window; // each row's last key is another one
+    static constexpr bool kDiffer = cfg.causal || cfg.varlen; // tiles, in their numbers of keys
+    static constexpr Edges kOrder = cfg.causal ? Edges::kCausal : Edges::kTensors;
+    static constexpr Edges kEdges = cfg.window ? Edges::kWindow : kOrder;
+    // Most blocks that only others see: they keep their slots while a warpgroup waits for the next.
+    static constexpr int kMostUnseen = kMoves ? (kBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
+    static constexpr bool kFew = kMoves && B_c == 2 * kFewKeys;
+    static constexpr int kDHead = cfg.d_head, kDV = cfg.v_columns(), kDSteps = kDHead / kWgmmaK;
+    static_assert(kDHead % kWgmmaK == 0 && kDV <= kDHead, "O takes the place of Q");
+    static_assert(!cfg.varlen || kBlocks == 1, "the next tile may be another sequence's");
+    static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
+};
+
+// The order of tiles. Two blocks of a cluster take the tile of one number together: the same rows
+// of two heads that share K and V, or else two tiles of one head, one above the other.
+template <typename T>
+struct Scheduler {
+    const GeneralKernelArgs &args;
+    const int rank = cluster_rank();
+    const TilePlace apart = // from the first block's to the second's
+        T::kBlocks == 1 ? TilePlace{0, 0} : blocks_apart<T::B_r>(args);
+
+    __device__ __forceinline__ auto place(int tile) const { // where the first block begins
+        if constexpr (T::cfg.varlen) { // all heads, which have the same length, of a slot
+            return find_tile<T::B_r, T::cfg.causal>(tile / args.heads, tile % args.heads, args);
+        } else {
+            auto [block, head] = tile_index<T::B_r, T::kOrder>(tile, args);
+            head *= 1 + apart.head;
+            return TilePlace{block * (T::B_r + apart.row), head % args.heads, head / args.heads};
+        }
+    }
+    // Tiles that differ come from a counter, if there is one.
+    __device__ __forceinline__ int next(int tile) const {
+        return take_tile<T::kDiffer, T::kBlocks>(tile, args);
+    }
+    // The end of the keys that a query sees; of rows up to `end` that of the blocks of keys, and of
+    // rows from `query` on the first of these. Block 0 begins at first_key.
+    __device__ __forceinline__ int keys(int query) const {
+        return visible_keys<T::kEdges>(query, args);
+    }
+    __device__ __forceinline__ int key_blocks(int end, int first_key) const {
+        return seen_blocks<T::B_c, T::kEdges>(end, args, first_key);
+    }
+    __device__ __forceinline__ int first_block(int query, int first_key) const {
+        return max(first_visible_key<T::kEdges>(query, args) - first_key, 0) / T::B_c;
+    }
+};
+
 // Shared memory, and the slots that a role comes to next. T: the sizes of a step's tiles.
 template <typename T>
 struct Memory {
@@ -228,6 +284,35 @@ __device__ __forceinline__ void store_columns(const GeneralKernelArgs &args, Til
                          : "memory");
         }
         tma_store_commit();
+    }
+}
+
+// Rounds O of the 16 rows of a warp to 16 bits and stores those that the tensor has, without shared
+// memory. The four lanes that have a row store 64 bytes of it at once.
+template <DType kDType, int kColumns, typename Place>
+__device__ __forceinline__ void store_from_registers(const GeneralKernelArgs &args, Place place,
+                                                     int warp_row,
+                                                     const float (&O_rmem)[kColumns / 2]) {
+    const int lane = threadIdx.x % 32, own = place.row + warp_row + lane / 4;
+    Element *row = static_cast<Element *>(args.O_gmem) +
+                   row_0(place, place.batch, args.len_q, args.O_strides) +
+                   place.head * args.O_strides.head + own * args.O_strides.row + lane % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i += 16) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const int column = i + 4 * n + 2 * half;
+                packed[n] = pack<kDType>(O_rmem[column], O_rmem[column + 1]);
+            }
+            exchange(packed);
+            if (own + half * 8 < args.len_q) {
+                store_gmem_16(row + half * 8 * args.O_strides.row + 2 * i,
+                              make_uint4(packed[0], packed[1], packed[2], packed[3]));
+            }
+        }
     }
 }
 

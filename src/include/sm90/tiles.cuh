@@ -64,6 +64,22 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float
     }
 }
 
+// Four lanes have 32 columns of a row, packed: lane t has columns 8n + 2t and 8n + 2t + 1 in
+// packed[n]. Afterwards it has columns 8t … 8t + 7.
+__device__ __forceinline__ void exchange(uint32_t (&packed)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4 - bit; i += 3 - bit) { // the pairs (i, i + bit)
+            const uint32_t sent = upper ? packed[i] : packed[i + bit];
+            const uint32_t got = __shfl_xor_sync(0xffffffff, sent, bit);
+            packed[i] = upper ? got : packed[i];
+            packed[i + bit] = upper ? packed[i + bit] : got;
+        }
+    }
+}
+
 // Stores accumulators (16, 16) of a warp, packed in 16 bits, to rows row … row + 15 and columns
 // 16k … 16k + 15 of a tile of kRows rows. Lane n gives the address of row n % 16, of the left or
 // right 8 columns as n / 16 is 0 or 1.
