@@ -11,6 +11,7 @@ from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, AttentionForward,
 from flash_helpers.measure.choice_table import grid_tables
 from flash_helpers.measure.results import Protocol
 from flash_helpers.operations.attention_forward.grid import distance
+from flash_helpers.tune import best
 from flash_helpers.tune.best import config_for
 from flash_helpers.tune.choices import Choices, MeasuredProblem, competitors, load_choices
 
@@ -71,6 +72,19 @@ def test_the_nearest_problem_gives_the_order(measured) -> None:
     longer = AttentionForward(2, 16, 20000)
     assert [config.family for config in measured.ranked(longer, H100)] == [HOPPER, GENERAL]
     assert measured.without(LONG).problems == (short,)
+
+
+def test_a_file_of_other_head_sizes_comes_behind_those_of_other_gpus(measured, monkeypatch) -> None:
+    wide = replace(SHORT, d_head=256, d_v=256)
+    config = competitors(wide)[1]
+    row = replace(measured.problems[0], problem=wide.record(), kernels={config.short_form(): 1.0})
+    other = replace(measured.provenance, gpu="another")
+    files = (measured, replace(measured, provenance=other, problems=(row,)))
+    monkeypatch.setattr(best, "load_choices", lambda folder: files)
+    assert config_for(wide, other.device) == config
+    for gpu in (other.device, measured.provenance.device):
+        assert config_for(SHORT, gpu) == next(iter(measured.problems[0].configs))
+    assert not files[1].tells_of(SHORT) and files[1].tells_of(replace(wide, causal=True))
 
 
 def test_a_config_stands_for_the_one_of_its_tile_that_takes_the_problem(measured) -> None:

@@ -161,13 +161,25 @@ class Choices(RecordFile):
     def ranked(self, problem: Problem, device: Device) -> list[Config]:
         """Return the configs that were measured on the nearest problem and take this one, the
         fastest expected on a device first."""
+        nearest = self._nearest(problem)
+        expected = nearest.expected(problem, device) if nearest else {}
+        return sorted(expected, key=expected.__getitem__)
+
+    def tells_of(self, problem: Problem) -> bool:
+        """Whether a problem was measured that tells something of this one: with its head sizes."""
+        nearest = self._nearest(problem)
+        if nearest is None:
+            return False
+        grid = OPERATIONS[problem.operation].part("grid")
+        unrelated = getattr(grid, "UNRELATED", math.inf)
+        return bool(grid.distance(nearest.asked, problem) < unrelated)
+
+    def _nearest(self, problem: Problem) -> MeasuredProblem | None:
         own = [m for m in self.problems if m.asked.operation == problem.operation]
         if not own:
-            return []
+            return None
         distance = OPERATIONS[problem.operation].part("grid").distance
-        nearest = min(own, key=lambda measured: distance(measured.asked, problem))
-        expected = nearest.expected(problem, device)
-        return sorted(expected, key=expected.__getitem__)
+        return min(own, key=lambda measured: distance(measured.asked, problem))
 
     def without(self, problem: Problem) -> Choices:
         """Return the file as if a problem had not been measured."""
