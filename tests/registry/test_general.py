@@ -73,7 +73,7 @@ def lengths_of(total: int, several: int, **options: object) -> AttentionForward:
 def test_hopper_takes_sequences_of_various_lengths_of_every_head_size(d_head, d_v) -> None:
     asked = replace(problem(d_head, d_v, causal=True), batch=1, len_k=500, sequences=3)
     config = config_for(asked, H100)
-    assert (config.step, config.varlen, config.causal) == (LAST.step, True, True)
+    assert (config.family, config.varlen, config.causal) == (GENERAL, True, True)
     assert config.cluster == 1
     assert "no cu_seqlens is not supported" in config.refusal(replace(asked, sequences=0))
 
@@ -120,7 +120,11 @@ def test_a_batch_of_a_tensor_map_ends_where_a_sequence_does(name) -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ({"Q_slots": 1}, "Q_slots 1: the next tile begins before this one ends: use 2 or more"),
+        ({"Q_slots": 0}, "Q_slots 0: there is no tile: use 1 or more"),
+        (
+            {"Q_slots": 1, "B_r": 128, "ping_pong": True},
+            "Q_slots 1: the next tile begins before this one ends: use 2 or more",
+        ),
         (
             {"K_slots": 7, "V_slots": 6},
             "2 slots of Q, 7 of K and 6 of V need 272 bytes for their barriers, over the limit "
@@ -133,6 +137,17 @@ def test_slots_that_no_kernel_has_room_for_are_refused(slots, message) -> None:
     small = LAST.of_size(64).replace(B_r=64, ping_pong=False)
     with pytest.raises(ValueError, match=message):
         small.replace(**slots)
+
+
+def test_one_slot_of_q_makes_room_for_two_of_v() -> None:
+    before, after = (
+        GENERAL.fixed_config(GENERAL.steps[step], Element.BF16).of_size(256)
+        for step in ("g9", "g10")
+    )
+    assert (before.Q_slots, before.V_slots, before.B_c) == (2, 1, 64)
+    assert (after.Q_slots, after.V_slots, after.B_c) == (1, 2, 80)
+    with pytest.raises(ValueError, match="use 2 or more"):
+        after.at_step(GENERAL.steps["g9"])
 
 
 def test_each_slot_of_q_takes_its_tile_of_shared_memory() -> None:

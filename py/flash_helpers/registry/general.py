@@ -48,6 +48,7 @@ ARGUMENTS = StructLayout(
     ),
 )
 _PARENT = HOPPER.steps["h30"]
+ONE_Q = "one tile of Q"  # a trait: a config may have a single slot of Q
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,12 @@ class GeneralKernelConfig(WgmmaConfig):
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
-        if self.Q_slots < 2:
-            raise ValueError(
-                f"Q_slots {self.Q_slots}: the next tile begins before this one ends: use 2 or more"
+        least = 1 if ONE_Q in self.step.traits and not self.ping_pong else 2
+        if self.Q_slots < least:
+            reason = (
+                "the next tile begins before this one ends" if least > 1 else "there is no tile"
             )
+            raise ValueError(f"Q_slots {self.Q_slots}: {reason}: use {least} or more")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster {self.cluster} is neither 1 nor 2 thread blocks: choose one")
         if self.varlen and self.cluster > 1:
@@ -167,7 +170,9 @@ class GeneralKernelConfig(WgmmaConfig):
     def of_size(self, d_head: int, d_v: int = 0) -> GeneralKernelConfig:
         """Return the config of the same step and dtype with the usual tile of head sizes."""
         flags = dict.fromkeys(FLAGS, False)
-        return self.replace(d_head=d_head, d_v=d_v, **flags, **TILES[d_head, d_v])
+        tiles = TILES | ONE_Q_TILES if ONE_Q in self.step.traits else TILES
+        tile = tiles[d_head, d_v]
+        return self.replace(d_head=d_head, d_v=d_v, **flags, **tile)
 
     @property
     def family(self) -> Family[Any]:
@@ -208,12 +213,19 @@ _BASE: Mapping[str, Any] = MappingProxyType(
 
 
 def _tile(
-    B_r: int, B_c: int, K_slots: int, V_slots: int, *, ping_pong: bool = True, cluster: int = 1
+    B_r: int,
+    B_c: int,
+    K_slots: int,
+    V_slots: int,
+    *,
+    ping_pong: bool = True,
+    cluster: int = 1,
+    Q_slots: int = 2,
 ) -> Mapping[str, Any]:
     return MappingProxyType(
         {
             **{"B_r": B_r, "B_c": B_c, "K_slots": K_slots, "V_slots": V_slots},
-            **{"ping_pong": ping_pong, "cluster": cluster, "Q_slots": 2},
+            **{"ping_pong": ping_pong, "cluster": cluster, "Q_slots": Q_slots},
         }
     )
 
@@ -229,8 +241,12 @@ TILES: Mapping[tuple[int, int], Mapping[str, Any]] = MappingProxyType(
         (256, 0): _tile(128, 64, 2, 1, ping_pong=False),
     }
 )
-# Of the last step these are listed too: the tile for short sequences and those of the other head
-# sizes, each in one dtype, and with each flag somewhere.
+# The same of steps that may have one tile of Q.
+ONE_Q_TILES: Mapping[tuple[int, int], Mapping[str, Any]] = MappingProxyType(
+    {(256, 0): _tile(128, 80, 2, 2, ping_pong=False, Q_slots=1)}
+)
+# Of g9 these are listed too: the tile for short sequences and those of the other head sizes, each
+# in one dtype, and with each flag somewhere. And of the last step those with one tile of Q.
 _LISTED: tuple[tuple[Element, Mapping[str, Any]], ...] = (
     (Element.BF16, {"cluster": 1}),
     (Element.FP16, {"cluster": 1, "causal": True}),
@@ -247,17 +263,22 @@ _LISTED: tuple[tuple[Element, Mapping[str, Any]], ...] = (
     (Element.BF16, {"d_head": 256}),
     (Element.FP16, {"d_head": 256, "causal": True, "window": True, "softcap": True}),
 )
+_LISTED_OF_ONE_Q: tuple[tuple[Element, Mapping[str, Any]], ...] = (
+    (Element.BF16, {"d_head": 256}),
+    (Element.BF16, {"d_head": 256, "causal": True, "varlen": True}),
+    (Element.FP16, {"d_head": 256, "causal": True, "window": True, "softcap": True}),
+)
 
 
 def _more_configs() -> list[GeneralKernelConfig]:
     """Return the steps' causal configs, and more of the last step."""
     causal = [c.replace(causal=True) for c in GENERAL.progression() if c.dtype is Element.BF16]
-    last = [*GENERAL.steps.values()][-1]
     listed = [
-        GENERAL.fixed_config(last, dtype)
+        GENERAL.fixed_config(GENERAL.steps[step], dtype)
         .of_size(options.get("d_head", 128), options.get("d_v", 0))
         .replace(**options)
-        for dtype, options in _LISTED
+        for step, own in (("g9", _LISTED), ("g10", _LISTED_OF_ONE_Q))
+        for dtype, options in own
     ]
     return [*causal, *listed]
 
@@ -326,6 +347,13 @@ GENERAL = Family(
             "more tiles of Q: the next one need not wait until O is stored",
             _file(9),
             opens={"Q_slots": (2, 3)},
+        ),
+        StepEntry(
+            "one_q",
+            "one tile of Q: room for more of K and V, and O is stored from registers",
+            _file(10),
+            opens={"Q_slots": (1, 2, 3)},
+            traits=frozenset({ONE_Q}),
         ),
     ),
     targets=(TARGET,),

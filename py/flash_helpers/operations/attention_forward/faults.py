@@ -409,6 +409,10 @@ FAULTS = {
         "g9", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "8;"), nth(1), AbsentBlockError,
         "cluster_barrier_arrive(in_block(stored_empty, 0))",
     ),
+    "g10: the one slot of Q is empty when half of the warps have read it": Fault(
+        "g10", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "4;"), nth(1), MbarrierError,
+        "cluster_barrier_arrive", options={"d_head": 256},
+    ),
 }  # fmt: skip
 
 

@@ -136,6 +136,8 @@ COMPETING: Mapping[tuple[int, int], tuple[tuple[str, Fields], ...]] = MappingPro
             _tile(128, 80, 2, 2, ping_pong=False),
             _tile(128, 64, 3, 2),
             _tile(128, 64, 3, 2, ping_pong=False),
+            _tile(128, 80, 3, 2, ping_pong=False, Q_slots=1),
+            _tile(128, 96, 2, 2, ping_pong=False, Q_slots=1),
             ("overlap", {}),
         ),
         (192, 128): (
@@ -148,6 +150,9 @@ COMPETING: Mapping[tuple[int, int], tuple[tuple[str, Fields], ...]] = MappingPro
         (256, 256): (
             _tile(128, 64, 2, 1, ping_pong=False),
             _tile(128, 64, 2, 1, ping_pong=False, cluster=2),
+            _tile(128, 80, 2, 2, ping_pong=False, Q_slots=1),
+            _tile(128, 80, 2, 2, ping_pong=False, cluster=2, Q_slots=1),
+            _tile(128, 64, 3, 2, ping_pong=False, Q_slots=1),
             _tile(64, 64, 3, 2, ping_pong=False),
             _tile(64, 80, 2, 2, ping_pong=False),
             ("overlap", {}),
@@ -163,6 +168,8 @@ def competing(problem: AttentionForward) -> tuple[tuple[str, Fields], ...]:
 
 
 _OTHER_KIND = 20.0  # octaves
+UNRELATED = 10 * _OTHER_KIND
+"""Octaves from which on two problems tell nothing of each other: those of other head sizes."""
 
 
 def distance(one: AttentionForward, other: AttentionForward) -> float:
@@ -177,4 +184,4 @@ def distance(one: AttentionForward, other: AttentionForward) -> float:
     kinds = ((p.causal, p.has_window, p.softcap > 0, p.sequences > 0) for p in (one, other))
     octaves += _OTHER_KIND * sum(a != b for a, b in zip(*kinds, strict=True))
     heads = (one.d_head, one.d_v) == (other.d_head, other.d_v)
-    return octaves if heads else octaves + 10 * _OTHER_KIND
+    return octaves if heads else octaves + UNRELATED
