@@ -168,8 +168,8 @@ def competing(problem: AttentionForward) -> tuple[tuple[str, Fields], ...]:
 
 
 _OTHER_KIND = 20.0  # octaves
+# Problems of other head sizes are so far apart, and tell nothing of each other.
 UNRELATED = 10 * _OTHER_KIND
-"""Octaves from which on two problems tell nothing of each other: those of other head sizes."""
 
 
 def distance(one: AttentionForward, other: AttentionForward) -> float:
