@@ -30,8 +30,8 @@ P' is P, and with a softcap P (1 - tanh^2). c and s are 0 without a softcap. Wit
 error of the logarithm of P by the hardware's tanh (`attention_forward.reference`), and s = 2^-15
 that of 1 - tanh^2, whose tanh is right to 2^-16. Where ||A|| exceeds ||R||, as with a dQ of 0, the
 first line alone limits the error. Its last term is that of sums in float32: with one key, plain
-PyTorch may be exact. e is that of 16 roundings of 2^-24, or, from d_head 128 on, of the d_head / 16
-steps of a dP on tensor cores, each of which cuts off what is below 2^-23.
+PyTorch may be exact. Their error e is that of 16 roundings of 2^-24, or, from d_head 128 on, of the
+d_head / 16 steps of a dP on tensor cores, each of which cuts off what is below 2^-23.
 """
 
 from __future__ import annotations
