@@ -20,6 +20,11 @@ struct LayerNormKernelConfig {
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     // Rows of each thread.
     constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
+    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest.
+    constexpr int blocks_per_sm() const {
+        const int blocks = 65536 / (n_threads() * (chunks * thread_rows() * 8 + 48));
+        return blocks > 1 ? blocks : 1;
+    }
     // Two sums per row of a thread and warp.
     constexpr int smem_bytes() const { return 2 * thread_rows() * n_warps * int(sizeof(float)); }
     friend auto operator<=>(const LayerNormKernelConfig &, const LayerNormKernelConfig &) = default;
@@ -33,13 +38,16 @@ struct RmsNormKernelConfig {
     int n_warps; // of the thread block
     int chunks; // of 16 bytes of the row, which a thread keeps in registers; 0 before n3
     int row_threads; // that have a row; 0 before n4: all of the block
+    int rows_in_flight; // rows of a thread at once; 0 before r2: one
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
     // Threads that have a row.
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
-    // A sum per warp.
-    constexpr int smem_bytes() const { return n_warps * int(sizeof(float)); }
+    // Rows of each thread.
+    constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
+    // A sum per row of a thread and warp.
+    constexpr int smem_bytes() const { return thread_rows() * n_warps * int(sizeof(float)); }
     friend auto operator<=>(const RmsNormKernelConfig &, const RmsNormKernelConfig &) = default;
 };
 
@@ -57,9 +65,12 @@ struct NormClusterKernelConfig {
     constexpr int n_threads() const { return n_warps * 32; }
     // Of 64 registers per thread.
     constexpr int blocks_per_sm() const { return 1024 / n_threads(); }
-    // Chunks of x, weight and bias; a barrier and a sum of each warp and each block, twice.
+    // Chunks of a thread in shared memory: of x, weight and bias, which RMS norm has not from a2
+    // on.
+    constexpr int smem_chunks() const { return (norm_cluster >= 2 && rms ? 2 : 3) * chunks; }
+    // The chunks; a barrier and a sum of each warp and each block, twice.
     constexpr int smem_bytes() const {
-        return 3 * chunks * n_threads() * 16 +
+        return smem_chunks() * n_threads() * 16 +
                2 * (8 + (n_warps + cluster_blocks) * int(sizeof(float)));
     }
     friend auto operator<=>(const NormClusterKernelConfig &,

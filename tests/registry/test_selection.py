@@ -63,16 +63,16 @@ class TestSteps:
 
     def test_a_family_is_all_its_steps(self, two_families):
         assert ids("ampere") == [step for step in STEPS if step.startswith("v")]
-        assert ids("other") == ["x1", "x2", "x3"]
+        assert ids("other") == ["w1", "w2", "w3"]
 
     def test_all_is_every_family(self, two_families):
-        assert ids("all") == [*STEPS, "x1", "x2", "x3"]
+        assert ids("all") == [*STEPS, "w1", "w2", "w3"]
 
     def test_of_another_family_go_by_its_letter(self, two_families):
-        assert ids("x2") == ["x2"]
-        assert ids("x1..x3") == ids("x1..3") == ["x1", "x2", "x3"]
+        assert ids("w2") == ["w2"]
+        assert ids("w1..w3") == ids("w1..3") == ["w1", "w2", "w3"]
 
-    @pytest.mark.parametrize("selector", ["v7..x2", "7..x2"])
+    @pytest.mark.parametrize("selector", ["v7..w2", "7..w2"])
     def test_a_range_across_families_is_refused(self, two_families, selector):
         with pytest.raises(UsageError, match=r"goes from one family to another: .* v7\.\.v"):
             find_steps(selector)

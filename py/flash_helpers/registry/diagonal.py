@@ -24,6 +24,7 @@ CHUNK_BYTES = 16  # one load or store of a thread
 # Traits of steps.
 VECTOR_LOADS = "vector_loads"  # a chunk of 16 bytes per lane
 WARP_PIECES = "warp_pieces"  # a warp has a piece of a row, `chunks` chunks per lane
+ONE_RANGE = "one_range"  # a thread block has a piece of the chunks of all rows
 
 ARGUMENTS = StructLayout(
     "DiagonalKernelArgs",
@@ -69,6 +70,9 @@ class DiagonalKernelConfig(Config):
     @property
     def supports(self) -> DiagonalSupports:
         """Rows of any length, at any element."""
+        if ONE_RANGE in self.step.traits:
+            chunk = CHUNK_BYTES // self.dtype.bytes
+            return DiagonalSupports(self.dtype, chunk, self.n_threads * self.chunks)
         if WARP_PIECES in self.step.traits:
             chunk = CHUNK_BYTES // self.dtype.bytes
             return DiagonalSupports(self.dtype, gpu.WARP * self.chunks * chunk, self.n_warps)
@@ -137,6 +141,12 @@ DIAGONAL = Family(
             sets={"chunks": 4},
             opens={"n_warps": (4, 8, 16), "chunks": (1, 2, 4, 8)},
             traits=frozenset({WARP_PIECES}),
+        ),
+        StepEntry(
+            "one_range",
+            "the chunks of all rows as one range, each row by a product",
+            _file(4),
+            traits=frozenset({ONE_RANGE}),
         ),
     ),
     targets=("80", "86", "89", "90"),

@@ -101,6 +101,7 @@ class RmsNormKernelConfig(NormConfig):
     n_warps: int = number("w", "of the thread block")
     chunks: int = _chunks()
     row_threads: int = _row_threads()
+    rows_in_flight: int = _rows_in_flight("r2")
 
     @property
     def family(self) -> Family[Any]:
@@ -160,13 +161,20 @@ LAYER_NORM = Family(
             opens={"rows_in_flight": ROWS_OF_A_THREAD},
             traits=frozenset({ROWS_IN_FLIGHT, HELD_BACK}),
         ),
+        StepEntry(
+            "loads_in_flight",
+            "predicates instead of branches, so that ptxas keeps the loads of all rows together",
+            _file("n6"),
+            sets={"n_warps": 4, "chunks": 2, "row_threads": 32},
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=_TARGETS,
     kernels=MappingProxyType({"layer_norm_kernel": ARGUMENTS}),
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=1_500_000,
+    simulated_budget=2_500_000,
     matrix_budget=1_000_000,
 )
 
@@ -177,7 +185,7 @@ RMS_NORM = Family(
     prefix="r",
     rank=16,
     config=RmsNormKernelConfig,
-    base=_BY_WIDTH,
+    base=MappingProxyType({**_BY_WIDTH, "rows_in_flight": 0}),
     entries=(
         StepEntry(
             "no_mean",
@@ -187,12 +195,20 @@ RMS_NORM = Family(
             opens={"n_warps": (4, 8, 16, 32), "chunks": _CHUNKS, "row_threads": _ROW_THREADS},
             traits=frozenset({VECTOR_LOADS, ROW_IN_REGISTERS, ROW_THREADS}),
         ),
+        StepEntry(
+            "rows_of_rms_in_flight",
+            "several rows of a thread at the same columns, and no branch behind their loads",
+            _file("r2"),
+            sets={"n_warps": 4, "chunks": 2, "row_threads": 32, "rows_in_flight": 2},
+            opens={"rows_in_flight": ROWS_OF_A_THREAD},
+            traits=frozenset({ROWS_IN_FLIGHT, HELD_BACK}),
+        ),
     ),
     targets=_TARGETS,
     kernels=MappingProxyType({"rms_norm_kernel": ARGUMENTS}),
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=600_000,
-    matrix_budget=200_000,
+    simulated_budget=1_200_000,
+    matrix_budget=400_000,
 )

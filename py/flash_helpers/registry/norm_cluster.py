@@ -18,6 +18,9 @@ from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_clusters import (
     CHUNKS,
     CLUSTERS,
+    ONE_BLOCK,
+    ONE_BLOCK_CLUSTERS,
+    ONE_BLOCK_WARPS,
     TARGETS,
     WARPS,
     RowClusterConfig,
@@ -29,8 +32,6 @@ class NormClusterKernelConfig(RowClusterConfig):
     """One kernel of the norm_cluster family. `rms`: it computes RMS norm."""
 
     example: ClassVar[str] = "a1_bf16_w16_c4_k4"
-    kept: ClassVar[int] = 2
-    sum_bytes: ClassVar[int] = Element.FP32.bytes
 
     norm_cluster: int = number("a", "the step")
     dtype: Element = element()
@@ -43,6 +44,16 @@ class NormClusterKernelConfig(RowClusterConfig):
     def family(self) -> Family[Any]:
         """The norm_cluster family."""
         return NORM_CLUSTER
+
+    @property
+    def kept(self) -> int:
+        """Weight and bias; from a2 on RMS norm, which seldom has a bias, keeps the weight alone."""
+        return 1 if self.rms and ONE_BLOCK in self.step.traits else 2
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a sum, of a warp or of a block."""
+        return Element.FP32.bytes
 
     @property
     def supports(self) -> NormSupports:
@@ -84,13 +95,20 @@ NORM_CLUSTER = Family(
             },
             traits=frozenset({HELD_BACK}),
         ),
+        StepEntry(
+            "fewer_instructions",
+            "fewer instructions per row, which may have one block",
+            "kernels/norm/a2.cuh",
+            opens={"n_warps": ONE_BLOCK_WARPS, "cluster_blocks": ONE_BLOCK_CLUSTERS},
+            traits=frozenset({ONE_BLOCK, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"norm_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/norm/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=7_000_000,
-    matrix_budget=5_000_000,
+    simulated_budget=12_000_000,
+    matrix_budget=8_000_000,
     also_listed=_of_rms,
 )

@@ -3,12 +3,11 @@ softmax of wide rows. Standard library only."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flash_helpers import gpu
 from flash_helpers.gpu import Device
-from flash_helpers.operations.norm.problem import Norm
-from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.registry.call import Address, Call, Launch
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.problem import Element, Strides
@@ -17,11 +16,19 @@ from flash_helpers.registry.row_threads import CHUNK_BYTES, MAX_WIDTH, Fields
 TARGETS = ("90",)
 WARPS = (8, 16, 32)
 CHUNKS = (1, 2, 4)  # of a thread, which has 64 registers
+LARGE_CHUNKS = (1, 2, 4, 8)  # of a thread that has a chunk and little beside it
 CLUSTERS = (2, 4, 8)  # blocks
+ONE_BLOCK_WARPS = (16, 32)
+ONE_BLOCK_CLUSTERS = (1, *CLUSTERS)
+RING_CHUNKS = 14  # of 1024 threads, in the shared memory of an SM
 THREADS_PER_SM = 1024
 LEAST_WIDE = 32 * 1024  # bytes of a row, from which clusters compete
 GPC_SMS = 16  # a GPC, whose SMs the blocks of a cluster run on, has as many or a few more
 BARRIER_BYTES = 8
+
+# Traits of steps.
+ONE_BLOCK = "one_block"  # a row may have one block of the warps that hold most
+RING = "ring"  # as many chunks of the next rows are on their way as shared memory has room for
 
 
 class RowClusterConfig(Config):
@@ -30,11 +37,6 @@ class RowClusterConfig(Config):
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
-
-    kept: ClassVar[
-        int
-    ]  # vectors, beside the next row of x, whose part a block has in shared memory
-    sum_bytes: ClassVar[int]  # of what is summed, of a warp or of a block
 
     dtype: Element
     n_warps: int
@@ -52,11 +54,44 @@ class RowClusterConfig(Config):
         return self.chunks * self.n_threads * CHUNK_BYTES
 
     @property
+    def inputs(self) -> int:
+        """Tensors whose rows are kept in registers and shared memory."""
+        return 1
+
+    @property
+    def kept(self) -> int:
+        """Vectors, beside those rows, whose part a block has in shared memory."""
+        return 0
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of what is summed, of a warp or of a block."""
+        raise NotImplementedError
+
+    @property
+    def slots(self) -> int:
+        """Chunks of a thread in shared memory, of the next rows of an input."""
+        if RING not in self.step.traits:
+            return self.chunks
+        return (RING_CHUNKS - self.kept * self.chunks) // self.inputs
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block in bytes: its part of the next row and of the vectors
-        that it keeps; a barrier and sums of each warp and each block, twice."""
+        """Dynamic shared memory of one block in bytes: its parts of the next rows and of the
+        vectors that it keeps; a barrier and sums of each warp and each block, twice."""
         sums = (self.n_warps + self.cluster_blocks) * self.sum_bytes
-        return (1 + self.kept) * self.block_chunk_bytes + 2 * (BARRIER_BYTES + sums)
+        chunks = self.inputs * self.slots + self.kept * self.chunks
+        return chunks * self.n_threads * CHUNK_BYTES + 2 * (BARRIER_BYTES + sums)
+
+    @property
+    def choices(self) -> Mapping[str, Sequence[int]]:
+        """Values that are built, by the name of a field."""
+        may_be_one = ONE_BLOCK in self.step.traits
+        return {
+            "n_warps": ONE_BLOCK_WARPS if may_be_one else WARPS,
+            "chunks": CHUNKS,
+            "cluster_blocks": ONE_BLOCK_CLUSTERS if may_be_one else CLUSTERS,
+        }
 
     def widest(self, way_out: str) -> tuple[int, str, int]:
         """Return the longest row, the way out for a longer one, and the elements that the registers
@@ -66,31 +101,30 @@ class RowClusterConfig(Config):
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
-        for name, values in (
-            ("n_warps", WARPS),
-            ("chunks", CHUNKS),
-            ("cluster_blocks", CLUSTERS),
-        ):
+        for name, values in self.choices.items():
             if (value := getattr(self, name)) not in values:
                 choices = f"{', '.join(map(str, values[:-1]))} or {values[-1]}"
                 raise ValueError(f"{name} {value} is not built: choose {choices}")
 
     def clusters(self, device: Device) -> int:
         """Return the clusters that run at the same time, each on SMs of one GPC; at least one."""
-        per_gpc = GPC_SMS * (THREADS_PER_SM // self.n_threads) // self.cluster_blocks
+        per_sm = THREADS_PER_SM // self.n_threads
+        if self.cluster_blocks == 1:
+            return device.sms * per_sm
+        per_gpc = GPC_SMS * per_sm // self.cluster_blocks
         return max(1, device.sms // GPC_SMS * per_gpc)
 
-    def call(self, problem: Rows | Norm, strides: Strides, device: Device) -> Call:
+    def call(self, problem: Any, strides: Strides, device: Device) -> Call:
         """Return one launch, in which each cluster has every so many-th row."""
+        given = (*problem.inputs, *problem.outputs)
+        matrices = (tensor.name for tensor in given if len(tensor.axes) > 1)
         values: dict[str, tuple[float, ...]] = {
-            "x_stride": strides["x"][:1],
-            "y_stride": strides["y"][:1],
+            **{f"{name}_stride": strides[name][:1] for name in matrices},
             "rows": (problem.rows,),
             "width": (problem.width,),
             **{name: (value,) for name, value in problem.call_options().items() if name != "rms"},
         }
         ((function, layout),) = self.family.kernels.items()
-        given = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
         launch = Launch(
             kernel=self.kernels[function],
             grid=(self.cluster_blocks * min(self.clusters(device), problem.rows), 1, 1),
@@ -98,12 +132,12 @@ class RowClusterConfig(Config):
             shared_bytes=self.smem_bytes,
             layout=layout,
             values=values,
-            addresses=tuple(Address(layout.offset(name), name) for name in given),
+            addresses=tuple(Address(layout.offset(x.name), x.name) for x in given),
             cluster=(self.cluster_blocks, 1, 1),
         )
         return Call((launch,))
 
-    def most_runs(self, problem: Rows | Norm, device: Device) -> int:
+    def most_runs(self, problem: Any, device: Device) -> int:
         """Return the passes of loops that handle one element per thread, in all rows of a cluster,
         and as many again for loops that nvcc unrolls, and for waits."""
         rows = -(-problem.rows // self.clusters(device))
@@ -111,13 +145,20 @@ class RowClusterConfig(Config):
         return 1000 * rows * (elements + 8)
 
 
-def competing_clusters(width: int, dtype: Element) -> list[Fields]:
+def competing_clusters(
+    width: int,
+    dtype: Element,
+    most_chunks: int = CHUNKS[-1],
+    warps: Sequence[int] = WARPS,
+    clusters: Sequence[int] = CLUSTERS,
+) -> list[Fields]:
     """Return n_warps, chunks and cluster_blocks with which a cluster holds a row in registers, and
-    more than half of these hold it; none for rows below LEAST_WIDE."""
+    more than half of these hold it; none for rows below LEAST_WIDE. most_chunks: of a thread.
+    warps, clusters: those that compete."""
     found: list[Fields] = []
-    for n_warps in WARPS:
-        for blocks in CLUSTERS:
-            held = blocks * CHUNKS[-1] * n_warps * gpu.WARP * CHUNK_BYTES // dtype.bytes
+    for n_warps in warps:
+        for blocks in clusters:
+            held = blocks * most_chunks * n_warps * gpu.WARP * CHUNK_BYTES // dtype.bytes
             if width * dtype.bytes >= LEAST_WIDE and held // 2 < width <= held:
-                found.append({"n_warps": n_warps, "chunks": CHUNKS[-1], "cluster_blocks": blocks})
+                found.append({"n_warps": n_warps, "chunks": most_chunks, "cluster_blocks": blocks})
     return found

@@ -220,6 +220,22 @@ def shapes_in_flight(shapes: Iterable[Fields]) -> Iterator[Fields]:
                 yield {**shape, "rows_in_flight": rows}
 
 
+def narrow_in_flight(shapes: Iterable[Fields]) -> Iterator[Fields]:
+    """Yield the shapes of `shapes_in_flight` with which lanes of a warp have a row, and a thread 4
+    chunks: more take registers that other warps need. shapes: those of one row."""
+    for shape in shapes_in_flight(shapes):
+        is_narrow = shape["row_threads"] <= gpu.WARP
+        if is_narrow and shape["chunks"] * shape["rows_in_flight"] == _LEAST_IN_FLIGHT:
+            yield shape
+
+
+def beside_narrow(shapes: Sequence[Fields], narrow: Sequence[Fields]) -> Sequence[Fields]:
+    """Return those of `shapes`, of one row, that compete beside the narrow ones: with 4 chunks of a
+    thread or more, where there are such."""
+    large = [shape for shape in shapes if shape["chunks"] >= _LEAST_IN_FLIGHT]
+    return large if narrow and large else shapes
+
+
 def octaves(one: Any, other: Any) -> float:
     """Return how far apart the rows of two problems are, in octaves of their bytes, and a little of
     their number."""

@@ -12,11 +12,14 @@ from flash_helpers.operations.rows import OPERATION
 from flash_helpers.operations.rows.supports import RowsSupports
 from flash_helpers.registry.call import INT, LONG, POINTER, StructLayout
 from flash_helpers.registry.config import element, number
-from flash_helpers.registry.family import CORE, Family, StepEntry
+from flash_helpers.registry.family import CORE, HELD_BACK, Family, StepEntry
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import (
+    CHUNK_REGISTERS,
     ROW_IN_REGISTERS,
     ROW_THREADS,
+    ROWS_IN_FLIGHT,
+    ROWS_OF_A_THREAD,
     VECTOR_LOADS,
     RowConfig,
 )
@@ -54,6 +57,7 @@ class SoftmaxKernelConfig(RowConfig):
         default=0,
     )
     row_threads: int = number("t", "of a row; 0 before s4, where all of the block are", default=0)
+    rows_in_flight: int = number("f", "rows of a thread at once; 0 before s5: one", default=0)
 
     @property
     def family(self) -> Family[Any]:
@@ -61,9 +65,16 @@ class SoftmaxKernelConfig(RowConfig):
         return SOFTMAX
 
     @property
+    def chunk_registers(self) -> int:
+        """Registers of a thread per chunk: its words, or from s5 on its exponentials in fp32."""
+        words = CHUNK_REGISTERS
+        return 2 * words if ROWS_IN_FLIGHT in self.step.traits else words
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block in bytes: a maximum and a sum for each warp."""
-        return 2 * self.n_warps * Element.FP32.bytes
+        """Dynamic shared memory of one block in bytes: a maximum and a sum for each warp and
+        each row of a thread."""
+        return 2 * self.thread_rows * self.n_warps * Element.FP32.bytes
 
     @property
     def supports(self) -> RowsSupports:
@@ -83,7 +94,7 @@ SOFTMAX = Family(
     prefix="s",
     rank=4,
     config=SoftmaxKernelConfig,
-    base=MappingProxyType({"n_warps": 8, "chunks": 0, "row_threads": 0}),
+    base=MappingProxyType({"n_warps": 8, "chunks": 0, "row_threads": 0, "rows_in_flight": 0}),
     entries=(
         StepEntry("block_per_row", "a thread block per row, three reads", _file(1)),
         StepEntry(
@@ -108,6 +119,14 @@ SOFTMAX = Family(
             sets={"n_warps": 4, "row_threads": 32},
             opens={"n_warps": (4, 16), "row_threads": (8, 16, 32, 64, 128, 256, 512)},
             traits=frozenset({ROW_THREADS}),
+        ),
+        StepEntry(
+            "rows_of_softmax_in_flight",
+            "several rows of a thread at the same columns, and each exponential once",
+            _file(5),
+            sets={"n_warps": 4, "chunks": 2, "row_threads": 32, "rows_in_flight": 2},
+            opens={"rows_in_flight": ROWS_OF_A_THREAD},
+            traits=frozenset({ROWS_IN_FLIGHT, HELD_BACK}),
         ),
     ),
     targets=("80", "86", "89", "90"),

@@ -15,6 +15,7 @@ import flash_attention
 from flash_helpers.check.debugging import ComparedOutputs
 from flash_helpers.check.difference import output_difference
 from flash_helpers.check.errors import measure_error
+from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import Element, config_from_short_form
 from flash_helpers.operations.rows import OPERATION
 from flash_helpers.operations.rows.baselines import run
@@ -24,7 +25,9 @@ from flash_helpers.operations.rows.problems import DISTRIBUTIONS, MEASURED_WIDTH
 from flash_helpers.operations.rows.reference import reference, softmax_reference
 from flash_helpers.registry.row_threads import MAX_WIDTH
 from flash_helpers.registry.rows import SOFTMAX, SoftmaxKernelConfig
+from flash_helpers.registry.softmax_cluster import SoftmaxClusterKernelConfig
 from flash_helpers.runtime.call import prepare
+from flash_helpers.runtime.simulator import run_shipped
 
 CONFIGS = committed(OPERATION)
 WIDTHS = (1, 2, 31, 33, 127, 1000, 4099)
@@ -228,6 +231,46 @@ def test_rows_share_a_block_and_the_last_block_may_have_too_few(
         check(config, padded(draw("outliers", Rows(rows, width, dtype))["x"], gap=3, first=1))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["s5_bf16_w4_c1_t8_f4", "s5_fp16_w4_c4_t32_f1", "s5_fp32_w4_c2_t8_f2", "s5_bf16_w4_c2_t64_f2"],
+)
+@pytest.mark.parametrize("distribution", ["normal", "masked", "large_logits"])
+def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
+    text: str, distribution: str
+) -> None:
+    config = SoftmaxKernelConfig.from_short_form(text)
+    for width in (8, 56, 61, 64):
+        x = draw(distribution, Rows(config.block_rows + 1, width, config.dtype))["x"]
+        check(config, x)
+        check(config, padded(x, gap=0, first=1))  # not at a multiple of 16 bytes
+
+
+@pytest.mark.parametrize("distribution", ["normal", "masked"])
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("x1_bf16_w16_c2_k1", 8000),
+        ("x1_fp16_w16_c1_k2", 8192),  # as many as the registers of a cluster hold
+        ("x1_bf16_w16_c1_k2", 999),  # no whole chunks
+        ("x1_fp32_w16_c1_k4", 20),  # fewer chunks than blocks have threads
+        ("x1_fp32_w16_c1_k1", 2052),  # longer than the registers
+    ],
+)
+def test_a_block_or_a_cluster_has_one_row_after_the_other(
+    text: str, width: int, distribution: str
+) -> None:
+    config = SoftmaxClusterKernelConfig.from_short_form(text)
+    device = replace(largest_device(90), sms=1)
+    problem = Rows(5, width, config.dtype)
+    assert config.clusters(device) < problem.rows
+    x = draw(distribution, problem)["x"]
+    y = torch.full_like(x, math.nan)
+    run_shipped(config, {"x": x, "y": y}, device=device)
+    right = reference(problem, {"x": x})
+    assert measure_error(y, right.expected["y"]).within(right.bounds["y"])
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -318,4 +361,4 @@ def test_a_sweep_tries_all_that_fits_into_registers_and_blocks() -> None:
     assert all(config.threads_per_row <= config.n_threads for config in found)
     n = collections.Counter(config.step.id for config in found)
     # of s3 8 and 16 chunks do not fit beside 32 warps; of s4 4 warps have 128 threads at most
-    assert n == {"s3": 3 * (6 * 5 - 2), "s4": 3 * 5 * (5 + 7)}
+    assert {id: n[id] for id in ("s3", "s4")} == {"s3": 3 * (6 * 5 - 2), "s4": 3 * 5 * (5 + 7)}

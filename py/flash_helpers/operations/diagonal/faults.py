@@ -9,6 +9,7 @@ from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.ptx import MisalignedError, OutOfBoundsError, Phase
+from flash_helpers.registry.diagonal import ONE_RANGE
 
 WHOLE = Phase.MAIN_LOOP  # of a kernel without a loop
 BF16 = Element.BF16
@@ -26,12 +27,19 @@ FAULTS = {
         "k3", BF16, Phase.PROLOGUE, r"setp\.ge\.\w64", swap(r"(%p\d+), .*", r"\1, 0, 1;"), nth(0),
         OutOfBoundsError, "__ldg(a_gmem)",
     ),
+    "k4: where a product was one row short, the column is not mended": Fault(
+        "k4", BF16, Phase.PROLOGUE, r"selp\.b32", swap(r"selp\S+\s+(%r\d+), .*", r"mov.u32 \1, 0;"),
+        nth(0), OutOfBoundsError, "__ldg(reinterpret_cast<const uint4 *>(chunk)",
+    ),
 }  # fmt: skip
 
 
 def problem_of(config: Any) -> Diagonal:
     """Return the problem on which faults of a config show. Its width is odd, so that the second row
-    begins between two multiples of 16 bytes, and a row has more than one piece."""
+    begins between two multiples of 16 bytes, and a row has more than one piece. Where B is one
+    range of chunks, its rows have 3."""
+    if ONE_RANGE in config.step.traits:
+        return Diagonal(3, 3 * config.supports.piece, config.dtype)
     return Diagonal(3, 2 * config.supports.piece + 1, config.dtype)
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flash_helpers.check.faults import Fault, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.norm.problem import Norm
-from flash_helpers.ptx import MisalignedError, OutOfBoundsError, Phase, RaceError
+from flash_helpers.ptx import (
+    MisalignedError,
+    OutOfBoundsError,
+    PendingCopyError,
+    Phase,
+    RaceError,
+)
+from flash_helpers.registry.row_clusters import ONE_BLOCK
 from flash_helpers.registry.row_threads import ROWS_IN_FLIGHT
 
 PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
@@ -32,23 +41,41 @@ FAULTS = {
         "n5", BF16, PROLOGUE, r"setp\.ge\.s64", swap(r"setp\.ge(\S+\s+%p\d+), (%rd\d+), .*;",
         r"setp.gt\1, \2, \2;"), nth(1), OutOfBoundsError, "__ldg(reinterpret_cast",
     ),
+    "n6: a chunk of a row behind the last is loaded": Fault(
+        "n6", BF16, PROLOGUE, r"@exists ld\.global", swap("@exists ", ""), nth(1), OutOfBoundsError,
+        "@exists ld.global",
+    ),
     "a1: sums are sent to other blocks without a release": Fault(
         "a1", BF16, MAIN_LOOP, r"mbarrier\.arrive\.release", swap("release", "relaxed"), nth(0),
         RaceError, "value += sums_smem[block]",
+    ),
+    "a2: a row is read before its chunks have come": Fault(
+        "a2", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
+        "x_smem[i]",
+    ),
+    "a3: what a shift leaves of a block's sum is left out": Fault(
+        "a3", BF16, MAIN_LOOP, r"st\.shared::cluster\.v4",
+        swap(r"(%f\d+), (%f\d+), (%f\d+), ", r"\1, \3, \3, "), None, quantity="y",
     ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",
     ),
+    "r2: y of a row behind the last is stored": Fault(
+        "r2", BF16, PROLOGUE, r"@exists st\.global", swap("@exists ", ""), nth(1), OutOfBoundsError,
+        "@exists st.global",
+    ),
 }  # fmt: skip
 
 
-def problem_of(config: Config) -> Norm:
+def problem_of(config: Any) -> Norm:
     """Return the problem on which faults of a config show. Its width is odd, so that the second row
     begins between two multiples of 16 bytes, and it has fewer chunks than the block of n3 holds;
     its rows are fewer than those of a block of n4. Where a thread has several rows, these have
-    whole chunks, and the last block lacks one."""
-    rows, width = (3, 1000) if ROWS_IN_FLIGHT in config.step.traits else (2, 1001)
+    whole chunks in registers, and the last block lacks one; those of persistent blocks likewise."""
+    rows, width = 2, 1001
+    if {ROWS_IN_FLIGHT, ONE_BLOCK} & config.step.traits:
+        rows, width = 3, min(1000, config.supports.held - 24)
     problem = Norm(rows, width, config.dtype, weight=True, bias=True)
     adapted: Norm = config.supports.adapted(problem)
     return adapted

@@ -8,11 +8,17 @@ from dataclasses import replace
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import measured
 from flash_helpers.registry.problem import Element
-from flash_helpers.registry.row_clusters import competing_clusters
+from flash_helpers.registry.row_clusters import (
+    ONE_BLOCK_CLUSTERS,
+    ONE_BLOCK_WARPS,
+    competing_clusters,
+)
 from flash_helpers.registry.row_threads import (
     GRID_WIDTHS,
     Fields,
+    beside_narrow,
     competing_shapes,
+    narrow_in_flight,
     octaves,
     shapes_in_flight,
 )
@@ -31,12 +37,21 @@ _OTHER_NORM = 100.0  # octaves
 def competing(problem: Norm) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes."""
     shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS)
-    clusters = competing_clusters(problem.width, problem.dtype)
-    found = [("a1", {**shape, "rms": problem.rms}) for shape in clusters]
+    clusters = competing_clusters(
+        problem.width, problem.dtype, warps=ONE_BLOCK_WARPS, clusters=ONE_BLOCK_CLUSTERS
+    )
+    found = [
+        (step, {**shape, "rms": problem.rms})
+        for step in ("a1", "a2")
+        for shape in clusters
+        if step == "a2" or shape["cluster_blocks"] > 1
+    ]
+    narrow = list(narrow_in_flight(shapes))
+    large = beside_narrow(shapes, narrow)
     if problem.rms:
-        return [("r1", shape) for shape in shapes] + found
-    one, several = [("n4", s) for s in shapes], [("n5", s) for s in shapes_in_flight(shapes)]
-    return one + several + found
+        return [("r1", shape) for shape in large] + [("r2", shape) for shape in narrow] + found
+    one, several = [("n4", s) for s in large], [("n6", s) for s in narrow]
+    return one + [("n5", s) for s in narrow or shapes_in_flight(shapes)] + several + found
 
 
 def distance(one: Norm, other: Norm) -> float:

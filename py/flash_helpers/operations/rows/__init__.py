@@ -34,7 +34,7 @@ OPERATION = Operation(
         "triton_softmax": "Triton",
     },
     metric=GBPS,
-    families=("rows:SOFTMAX",),
+    families=("rows:SOFTMAX", "softmax_cluster:SOFTMAX_CLUSTER"),
     # 32 ms for the 5 * 8000 operations of (8, 1000), measured
     simulated_ns=32e6 / (5 * 8 * 1000),
 )

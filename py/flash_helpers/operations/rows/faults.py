@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flash_helpers.check.faults import Fault, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.rows.problem import Rows
-from flash_helpers.ptx import MisalignedError, OutOfBoundsError, Phase, RaceError
+from flash_helpers.ptx import (
+    MisalignedError,
+    OutOfBoundsError,
+    PendingCopyError,
+    Phase,
+    RaceError,
+)
+from flash_helpers.registry.row_clusters import ONE_BLOCK
+from flash_helpers.registry.row_threads import ROWS_IN_FLIGHT
 
 PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
 BF16 = Element.BF16
@@ -28,13 +38,24 @@ FAULTS = {
         "s4", BF16, PROLOGUE, r"selp\.b32\s.*, 0, ", swap(r"selp\.b32(.*), 0, %p\d+", r"mov.b32\1"),
         nth(0), OutOfBoundsError, "__ldg(x_gmem",
     ),
+    "s5: a chunk of a row behind the last is loaded": Fault(
+        "s5", BF16, PROLOGUE, r"@exists ld\.global", swap("@exists ", ""), nth(1), OutOfBoundsError,
+        "@exists ld.global",
+    ),
+    "x1: a row is read before its chunks have come": Fault(
+        "x1", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
+        "x_smem[k",
+    ),
 }  # fmt: skip
 
 
-def problem_of(config: Config) -> Rows:
+def problem_of(config: Any) -> Rows:
     """Return the problem on which faults of a config show. Its width is odd, so that the second row
     begins between two multiples of 16 bytes, and it has fewer chunks than the block of s3 holds.
-    Its two rows are fewer than those of a block of s4."""
+    Its two rows are fewer than those of a block of s4. Where a thread has several rows, or a block
+    is persistent, they have whole chunks in registers."""
+    if {ROWS_IN_FLIGHT, ONE_BLOCK} & config.step.traits:
+        return Rows(3, min(1000, config.supports.held - 24), config.dtype)
     return Rows(2, 1001, config.dtype)
 
 

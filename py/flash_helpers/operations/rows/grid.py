@@ -8,19 +8,40 @@ from dataclasses import replace
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import measured
 from flash_helpers.registry.problem import Element
-from flash_helpers.registry.row_threads import GRID_WIDTHS, Fields, competing_shapes, octaves
+from flash_helpers.registry.row_clusters import (
+    ONE_BLOCK_CLUSTERS,
+    ONE_BLOCK_WARPS,
+    competing_clusters,
+)
+from flash_helpers.registry.row_threads import (
+    GRID_WIDTHS,
+    Fields,
+    beside_narrow,
+    competing_shapes,
+    narrow_in_flight,
+    octaves,
+)
 
 GROUPS = {
     f"softmax_{dtype.short}": tuple(replace(measured(width), dtype=dtype) for width in GRID_WIDTHS)
     for dtype in (Element.BF16, Element.FP32)
 }
 MOST_THREADS = 512  # of a row
+WIDE_CHUNKS = 8  # of a thread of a persistent block
 
 
 def competing(problem: Rows) -> list[tuple[str, Fields]]:
-    """Return the family, for its last step, and the fields of each config that competes."""
+    """Return the step and the fields of each config that competes."""
     shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS)
-    return [("softmax", shape) for shape in shapes]
+    wide = competing_clusters(
+        problem.width, problem.dtype, WIDE_CHUNKS, ONE_BLOCK_WARPS, ONE_BLOCK_CLUSTERS
+    )
+    narrow = list(narrow_in_flight(shapes))
+    return [
+        *(("s4", shape) for shape in beside_narrow(shapes, narrow)),
+        *(("s5", shape) for shape in narrow),
+        *(("x1", shape) for shape in wide),
+    ]
 
 
 distance = octaves

@@ -33,7 +33,10 @@ OPERATION = Operation(
     short_names={"compiled_gradient": "torch.compile"},
     ceiling="copy",
     metric=GBPS,
-    families=("rows_backward:SOFTMAX_BACKWARD",),
+    families=(
+        "rows_backward:SOFTMAX_BACKWARD",
+        "softmax_backward_cluster:SOFTMAX_BACKWARD_CLUSTER",
+    ),
     # 18 ms for the 4 * 8000 operations of (8, 1000), measured
     simulated_ns=18e6 / (4 * 8 * 1000),
 )

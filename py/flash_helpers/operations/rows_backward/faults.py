@@ -7,12 +7,16 @@ from flash_helpers.check.faults import Fault, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.rows_backward.problem import RowsBackward
-from flash_helpers.ptx import Phase
+from flash_helpers.ptx import Phase, RaceError
 
 FAULTS = {
     "f1: the lanes of a row do not add up all of the sum": Fault(
         "f1", Element.BF16, Phase.MAIN_LOOP, r"shfl\.sync\.bfly",
         swap(r"(shfl\S+\s+\S+ \S+) \S+,", r"\1 1,"), nth(2), quantity="dx",
+    ),
+    "t1: sums are sent to other blocks without a release": Fault(
+        "t1", Element.BF16, Phase.MAIN_LOOP, r"mbarrier\.arrive\.release",
+        swap("release", "relaxed"), nth(0), RaceError, "sums_smem[",
     ),
 }  # fmt: skip
 
