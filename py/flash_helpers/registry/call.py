@@ -213,11 +213,13 @@ class Template:
 @dataclass(frozen=True)
 class Buffer:
     """Device memory that the launches of a call share. No other call touches it while they run.
-    `zeroed`: it is all zeros when the first launch begins."""
+    `zeroed`: it is all zeros when the first launch begins. `left_zeroed`: it is again when the last
+    launch ends, so that a later call may have the same memory as it is."""
 
     name: str
     bytes: int
     zeroed: bool
+    left_zeroed: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Run
 from flash_helpers.registry.call import Call
 from flash_helpers.registry.problem import Elements, Problem, Tensor
-from flash_helpers.runtime import library, simulator, tensors
+from flash_helpers.runtime import library, simulator, tensors, zeros
 from flash_helpers.runtime.call_log import CallLog, LoggedCall
 
 _PLANS_KEPT = 1024
@@ -72,11 +72,16 @@ class Plan:
         tensors."""
         assert self.device is not None
         # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
-        addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
+        stream = addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
         # Zeroed by the stream before the kernels, at each replay of a graph too; the allocator
         # gives a buffer to no other call before the stream has done both.
         buffers = []
         for buffer in self.call.buffers:
+            if buffer.left_zeroed:
+                kept = zeros.address_of_zeros(buffer.bytes, self.device, stream)
+                if kept is not None:
+                    addresses[buffer.name] = kept
+                    continue
             allocate = torch.zeros if buffer.zeroed else torch.empty
             device = torch.device("cuda", self.device)
             buffers.append(allocate(buffer.bytes, dtype=torch.uint8, device=device))

@@ -28,6 +28,7 @@ _FILLS = ("zeros", "nan")
 on."""
 
 LIBRARY = "libcuda.so.1"
+CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 class _Attribute(ctypes.Structure):
@@ -77,6 +78,10 @@ def driver() -> ctypes.CDLL:
             *(pointer, integer, ctypes.c_uint, pointer, pointer, pointer, pointer, pointer),
             *(integer, integer, integer, integer),
         ],
+        "cuStreamGetCaptureInfo_v2": [  # of CUDA 11.3 and 12, which later drivers have as well
+            *(pointer, ctypes.POINTER(integer), ctypes.POINTER(ctypes.c_uint64)),
+            *(pointer, pointer, pointer),
+        ],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)
@@ -91,6 +96,15 @@ def _call(name: str, *arguments: object) -> None:
         driver().cuGetErrorString(status, ctypes.byref(text))
         said = text.value.decode() if text.value else "an unknown error"
         raise DriverError(f"{name}: {said} (CUresult {status})")
+
+
+def capture_of(stream: int) -> int | None:
+    """Return the number of the capture into a CUDA graph that a stream is part of; None for none.
+    Raises DriverError if the driver refuses the stream."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    places = ctypes.byref(status), ctypes.byref(number)
+    _call("cuStreamGetCaptureInfo_v2", stream, *places, None, None, None)
+    return number.value if status.value == CAPTURE_ACTIVE else None
 
 
 def encode_tensor_map(tensor_map: TensorMap) -> bytes:
