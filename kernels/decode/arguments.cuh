@@ -61,4 +61,5 @@ struct alignas(128) DecodeKernelArgs {
     int keys_per_piece; // from d8 on: a multiple of B_c
     float *parts; // m, l and O of each piece of each tile, or null
     int batch; // sequences
+    int *arrivals; // from d9 on: zeros, before a call and after it
 };

@@ -105,10 +105,11 @@ struct Box {
 
 // The box whose first key is `key`. Behind the sequence's end, and where a window hides its keys
 // from the tile, its page is one behind the last, where TMA reads nothing and writes zeros.
+// `begin`: the first key that the tile sees.
 template <int B_r>
-__device__ __forceinline__ Box find_box(const Queries<B_r> &queries, int key,
+__device__ __forceinline__ Box find_box(const Queries<B_r> &queries, int key, int begin,
                                         const DecodeKernelArgs &args) {
-    if (key + args.box <= queries.begin(args) || key >= queries.len_k) {
+    if (key + args.box <= begin || key >= queries.len_k) {
         return {0, queries.kv_head, args.pages};
     }
     if (args.block_table == nullptr) {
@@ -117,6 +118,12 @@ __device__ __forceinline__ Box find_box(const Queries<B_r> &queries, int key,
     const int block = key / args.page_size;
     return {key - block * args.page_size, queries.kv_head,
             args.block_table[int64_t(queries.sequence) * args.table_blocks + block]};
+}
+
+template <int B_r>
+__device__ __forceinline__ Box find_box(const Queries<B_r> &queries, int key,
+                                        const DecodeKernelArgs &args) {
+    return find_box(queries, key, queries.begin(args), args);
 }
 
 // Begins to load a box to the rows of a tile from `row` on.
@@ -132,4 +139,14 @@ __device__ __forceinline__ void load_box(uint32_t tile_smem, const CUtensorMap &
                      "r"(box.page)
                      : "memory");
     }
+}
+
+// Begins to load one piece of the columns of a box into L2.
+__device__ __forceinline__ void prefetch_piece(const CUtensorMap &tensor, int piece,
+                                               const Box &box) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(
+            &tensor),
+        "r"(0), "r"(box.row), "r"(piece), "r"(box.head), "r"(box.page)
+        : "memory");
 }

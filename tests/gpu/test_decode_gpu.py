@@ -76,6 +76,18 @@ def test_every_kernel_is_right_for_one_long_sequence(config, cuda_device) -> Non
     check(config, usual(config, 1, 131072), cuda_device)
 
 
+@each(CONFIGS, once=True)
+def test_repeated_calls_have_the_same_bits(config, cuda_device) -> None:
+    cut = asked(config, 16) if config.supports.keys_per_piece else {}
+    for problem in (usual(config, 1, 16384), usual(config, 40, 4096, total_k=40 * 900)):
+        given = draw("normal", problem, cuda_device)
+        first, *others = (
+            bits(config, replace(problem, **cut), given, cuda_device) for _ in range(20)
+        )
+        for other in others:
+            assert all(map(torch.equal, first, other))
+
+
 @each(CONFIGS)
 @pytest.mark.parametrize("distribution", OPERATION.distributions)
 def test_every_kernel_is_right_on_keys_of_all_distributions(

@@ -126,8 +126,8 @@ class TestSteps:
         assert [step.id for step in portable.preferred] == ["c4", "c5"]
         first, *others, last = decode.entries
         later = replace(decode, entries=(first, *others, last, replace(last, traits=frozenset())))
-        assert [step.id for step in later.preferred] == ["d9", "d8", "d5"]
-        assert LAST_RESORT not in later.steps["d9"].traits
+        assert [step.id for step in later.preferred] == ["d14", "d8", "d5"]
+        assert LAST_RESORT not in later.steps["d14"].traits
 
     def test_have_no_trait_that_they_drop(self):
         traits = {step.id: step.traits for step in FAMILIES["decode"].steps.values()}

@@ -38,7 +38,7 @@ from flash_helpers.registry.decode_arguments import (
     most_pieces,
     option_values,
 )
-from flash_helpers.registry.family import LAST_RESORT, Family, StepEntry
+from flash_helpers.registry.family import HELD_BACK, LAST_RESORT, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -56,18 +56,22 @@ from flash_helpers.registry.wgmma import (
 
 DECODE, COMBINE = "decode_kernel", "combine_kernel"
 
+ARRIVALS = "arrivals"  # the buffer of the counters of parts that are stored
 PARTS = "parts"  # the buffer of m, l and O in float32 of each piece of each tile
 LEAST_PIECE = 128  # keys
 MAX_BLOCKS = 2**30  # of keys, where shares are equal: their number and that of a share are an int
 GROUPS = 4  # warpgroups that add up the parts of a tile, where shares are equal
 MOST_TURNS = 4  # of thread blocks that an SM takes, until pieces leave few SMs idle
 LEAST_BUSY = (17, 20)  # of the SMs in all turns
+STEP_BUSY = (19, 20)  # of the thread blocks that there is room for, where shares are in step
 
 # Traits of steps.
 PAGED = "paged"  # the cache may lie in pages
 PIECES = "pieces"  # of a sequence's keys have thread blocks of their own
 SHARES = "shares"  # of all sequences' keys, one for each SM
 FIXED_SIZE = "fixed_size"  # of pieces, which begin at the same keys in every sequence
+IN_STEP = "in_step"  # thread blocks of all tiles of a sequence have the same share of its keys
+ONE_LAUNCH = "one_launch"  # the last thread block to store a part of a tile adds them up
 TENSOR_CORES = "tensor_cores"  # TMA puts tiles into shared memory, where wgmma finds them
 
 _POINTERS = MappingProxyType({"Q": "q", "K_gmem": "k", "V_gmem": "v", "O": "o"})
@@ -90,6 +94,7 @@ ARGUMENTS = StructLayout(
             "keys_per_piece": INT,
             PARTS: POINTER,
             "batch": INT,
+            ARRIVALS: POINTER,
         }
     ),
 )
@@ -215,7 +220,8 @@ class DecodeKernelConfig(Config):
     @property
     def functions(self) -> tuple[str, ...]:
         """decode_kernel, and with pieces combine_kernel."""
-        return (DECODE, COMBINE) if PIECES in self.step.traits else (DECODE,)
+        has_parts = PIECES in self.step.traits and ONE_LAUNCH not in self.step.traits
+        return (DECODE, COMBINE) if has_parts else (DECODE,)
 
     def block(self, kernel: str) -> tuple[int, int]:
         """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
@@ -264,7 +270,26 @@ class DecodeKernelConfig(Config):
         limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
         reserved = gpu.RESERVED_SMEM_BYTES
         per_sm = (limit + reserved) // (self.smem_bytes + reserved)
-        return min(device.sms * per_sm, self.supports.key_blocks(problem))
+        return min(device.sms * per_sm, self._divisible(problem))
+
+    def _share_grid(self, problem: Decode, device: Device) -> tuple[int, int, int]:
+        """Return the grid of shares: in step, of a thread block for each tile of a sequence and of
+        as many shares, if few SMs are idle then."""
+        shares, tiles = self.shares(problem, device), self.supports.tiles(problem)
+        busy, of_all = STEP_BUSY
+        if IN_STEP not in self.step.traits:
+            return shares, 1, 1
+        if of_all * (shares % tiles) <= (of_all - busy) * shares and tiles <= shares:
+            return tiles, shares // tiles, 1
+        return 1, shares, 1
+
+    def _divisible(self, problem: Decode) -> int:
+        """Return the pieces of a fixed size of all tiles, or their blocks of keys, of which shares
+        are made."""
+        if FIXED_SIZE in self.step.traits:
+            most = most_pieces(problem, self.keys_per_piece(problem))
+            return problem.batch * self.supports.tiles(problem) * most
+        return self.supports.key_blocks(problem)
 
     def _box_keys(self, problem: Decode) -> int:
         """Return the keys that TMA copies at once: as many as divide a block and a page."""
@@ -288,16 +313,24 @@ class DecodeKernelConfig(Config):
         functions: tuple[str, ...] = (DECODE,)
         buffers: tuple[Buffer, ...] = ()
         tiles = self.supports.tiles(problem)
-        grid, parts = (problem.batch, tiles, pieces), pieces * tiles * problem.batch
-        shares = SHARES in self.step.traits
-        if shares:
-            grid = (self.shares(problem, device), 1, 1)
-            parts = grid[0] + tiles * problem.batch
-        if shares or pieces > 1:
+        grid = (problem.batch, tiles, pieces)
+        parts, counters = pieces * tiles * problem.batch, tiles * problem.batch
+        has_parts = pieces > 1
+        if SHARES in self.step.traits:
+            grid = self._share_grid(problem, device)
+            if FIXED_SIZE not in self.step.traits:
+                counters = grid[0] * grid[1]
+                parts = counters + tiles * problem.batch
+                has_parts = True
+        if has_parts:
             functions = self.functions
             part = self.B_r * (self.d_head + 2) * FLOAT.size
             names[PARTS] = PARTS
             buffers = (Buffer(PARTS, parts * part, zeroed=False),)
+            if ONE_LAUNCH in self.step.traits:
+                names[ARRIVALS] = ARRIVALS
+                size = counters * INT.size
+                buffers += (Buffer(ARRIVALS, size, zeroed=True, left_zeroed=True),)
         launches = tuple(
             Launch(
                 kernel=self.kernels[function],
@@ -327,7 +360,8 @@ class DecodeKernelConfig(Config):
         """Return the keys that thread blocks read, in whole blocks, as many on each SM as on the
         busiest."""
         if SHARES in self.step.traits:
-            return -(-self.supports.key_blocks(problem) // device.sms) * device.sms * self.B_c
+            size = self.keys_per_piece(problem) or self.B_c
+            return -(-self._divisible(problem) // device.sms) * device.sms * size
         pieces = self.pieces(problem, device)
         blocks = problem.batch * self.supports.tiles(problem) * pieces
         keys = -(-problem.len_k // (self.B_c * pieces)) * self.B_c
@@ -338,8 +372,9 @@ class DecodeKernelConfig(Config):
         outputs = self.B_r * self.d_head * ELEMENT_BYTES // CHUNK_BYTES // self.n_threads
         pieces, blocks = self.pieces(problem, device), -(-problem.len_k // self.B_c)
         if SHARES in self.step.traits:
+            size = max(1, self.keys_per_piece(problem) // self.B_c)  # of a part in blocks
             pieces = self.shares(problem, device)
-            blocks = self.supports.key_blocks(problem) // pieces + problem.batch
+            blocks = (self._divisible(problem) // pieces + 1) * size + problem.batch
         return 2 * (blocks + outputs * (pieces + 1) + 8)
 
     @property
@@ -456,6 +491,40 @@ DECODE_FAMILY = Family(
             traits=frozenset({FIXED_SIZE, LAST_RESORT}),
             drops=frozenset({SHARES, PROGRAMMATIC}),
             parent="d5",
+        ),
+        StepEntry(
+            "one_launch",
+            "the last thread block to store a part of a tile adds up all of them",
+            _file(9),
+            sets={"slots": 3},
+            opens={"warpgroups": (1,)},
+            traits=frozenset({SHARES, PROGRAMMATIC, ONE_LAUNCH, HELD_BACK}),
+            drops=frozenset({FIXED_SIZE}),
+            parent="d7",
+        ),
+        StepEntry(
+            "heads_in_step",
+            "thread blocks of all heads of K read the same keys at the same time",
+            _file(10),
+            traits=frozenset({IN_STEP, HELD_BACK}),
+        ),
+        StepEntry(
+            "tile_bounds",
+            "the keys that a tile sees are bounded once, and not for each block of keys",
+            _file(11),
+            traits=frozenset({HELD_BACK}),
+        ),
+        StepEntry(
+            "early_prefetch",
+            "the first keys are on their way to L2 before the launch before has ended",
+            _file(12),
+            traits=frozenset({HELD_BACK}),
+        ),
+        StepEntry(
+            "shares_of_pieces",
+            "thread blocks go from one piece of a fixed size to the next without a pause",
+            _file(13),
+            traits=frozenset({FIXED_SIZE, HELD_BACK}),
         ),
     ),
     targets=(TARGET,),

@@ -93,7 +93,11 @@ def test_bits_depend_on_the_gpu_where_pieces_have_neither_a_number_nor_a_size(co
 
 @pytest.mark.parametrize("family", DECODING, ids=lambda family: family.name)
 def test_a_launch_has_as_many_thread_blocks_as_room_and_window_have_pieces(family) -> None:
-    (config,) = (c for c in OF_FIRST_TIER if c.family is family and c.supports.keys_per_piece)
+    (config,) = {
+        family.fixed_config(c.step, family.dtypes[-1])
+        for c in OF_FIRST_TIER
+        if c.family is family and c.supports.keys_per_piece and len(c.functions) == 2
+    }
     B_c = config.supports.B_c
     for len_k, window_left, keys, pieces in (
         (10 * B_c, None, B_c, 10),
@@ -110,6 +114,23 @@ def test_a_launch_has_as_many_thread_blocks_as_room_and_window_have_pieces(famil
         call = config.call(problem, problem.strides(), device_of(config, 132))
         assert call.launches[0].grid == (3, 1, pieces)
         assert len(call.launches) == 1 + (pieces > 1)
+
+
+def test_pieces_of_all_sequences_are_shared_by_as_many_thread_blocks_as_there_is_room_for() -> None:
+    step = FAMILIES["decode"].steps["d13"]
+    config = FAMILIES["decode"].fixed_config(step, CUT[0].dtype)
+    room = 2 if config.slots == 3 else 1  # thread blocks of an SM
+    for batch, sms, grid in (
+        (1, 132, (2, 8, 1)),  # a thread block for each piece of each of two heads
+        (40, 3, (2, 3 * room // 2, 1)),
+        (40, 9, (2, 9 * room // 2, 1)),
+    ):
+        problem = Decode(batch, 2, kv_heads=2, len_k=8 * config.B_c, keys_per_piece=config.B_c)
+        call = config.call(problem, problem.strides(), device_of(config, sms))
+        assert [launch.grid for launch in call.launches] == [grid]
+        parts, counters = call.buffers
+        assert counters.bytes == 4 * batch * 2
+        assert parts.bytes == 4 * batch * 2 * 8 * config.B_r * (config.d_head + 2)
 
 
 class TestChoice:

@@ -63,6 +63,24 @@ FAULTS = {
         "d8", BF16, PROLOGUE, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
         "args.cache_seqlens", kernel="combine_kernel",
     ),
+    "d9: a thread block does not count its part": Fault(
+        "d9", BF16, MAIN_LOOP, r"atom\.", swap("inc", "min"), None, quantity="o",
+    ),
+    "d10: thread blocks of a row have shares of different keys": Fault(
+        "d10", BF16, PROLOGUE, r"mov\.u32.*%ctaid\.y", swap("%ctaid.y", "%ctaid.x"), nth(0),
+        quantity="o",
+    ),
+    "d11: keys behind a sequence's end are not hidden": Fault(
+        "d11", BF16, MAIN_LOOP, r"setp\.le\.s32", swap("setp.le", "setp.ge"), nth(0), quantity="o",
+    ),
+    "d12: a call uses its keys while the one before may still write them": Fault(
+        "d12", BF16, PROLOGUE, r"griddepcontrol\.wait", drop, None, LaunchOrderError,
+        "keys_of(",
+    ),
+    "d13: a piece goes on to the end of its sequence": Fault(
+        "d13", BF16, PROLOGUE, r"min\.s32", swap(r"min\S+\s+(%r\d+), %r\d+, (%r\d+);",
+        r"mov.u32 \1, \2;"), nth(-4), quantity="o",
+    ),
 }  # fmt: skip
 
 
