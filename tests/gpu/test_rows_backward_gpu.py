@@ -15,16 +15,17 @@ import flash_attention
 from flash_attention import ops
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import get_listed_configs
+from flash_helpers.operations.rows_backward import OPERATION
 from flash_helpers.operations.rows_backward.inputs import draw
 from flash_helpers.operations.rows_backward.problem import RowsBackward
 from flash_helpers.operations.rows_backward.problems import DISTRIBUTIONS
 from flash_helpers.operations.rows_backward.reference import reference
 from flash_helpers.registry.row_threads import MAX_WIDTH
-from flash_helpers.registry.rows_backward import SOFTMAX_BACKWARD, SoftmaxBackwardKernelConfig
+from flash_helpers.registry.rows_backward import SoftmaxBackwardKernelConfig
 
 pytestmark = pytest.mark.gpu
 
-CONFIGS = [config for config in get_listed_configs() if config.family is SOFTMAX_BACKWARD]
+CONFIGS = [config for config in get_listed_configs() if config.family.operation is OPERATION]
 WIDTHS = (1, 2, 7, 8, 31, 33, 64, 127, 129, 1000, 1024, 2049, 4099, 65536, MAX_WIDTH)
 ELEMENTS = 2**20  # of y at least, in as many rows as that takes, up to MOST_ROWS
 MOST_ROWS = 3000

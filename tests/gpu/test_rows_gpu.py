@@ -12,17 +12,18 @@ from gpu_problems import each
 import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import get_listed_configs
+from flash_helpers.operations.rows import OPERATION
 from flash_helpers.operations.rows.baselines import run
 from flash_helpers.operations.rows.inputs import draw
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS
 from flash_helpers.operations.rows.reference import softmax_reference
 from flash_helpers.registry.row_threads import MAX_WIDTH
-from flash_helpers.registry.rows import SOFTMAX, SoftmaxKernelConfig
+from flash_helpers.registry.rows import SoftmaxKernelConfig
 
 pytestmark = pytest.mark.gpu
 
-CONFIGS = [config for config in get_listed_configs() if config.family is SOFTMAX]
+CONFIGS = [config for config in get_listed_configs() if config.family.operation is OPERATION]
 WIDTHS = (1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1000, 1023, 1024, 2047, 2049)
 LONG = (4096, 4099, 8192, 8193, 16385, 32773, 65536, MAX_WIDTH - 1, MAX_WIDTH)
 ELEMENTS = 2**20  # of x at least, in as many rows as that takes, up to MOST_ROWS

@@ -40,7 +40,7 @@ FAULTS = {
     ),
     "s5: a chunk of a row behind the last is loaded": Fault(
         "s5", BF16, PROLOGUE, r"@exists ld\.global", swap("@exists ", ""), nth(1), OutOfBoundsError,
-        "@exists ld.global",
+        '"l"(src_gmem)',
     ),
     "x1: a row is read before its chunks have come": Fault(
         "x1", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
