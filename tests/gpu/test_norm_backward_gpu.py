@@ -23,7 +23,7 @@ from flash_helpers.operations.norm_backward.baselines import run
 from flash_helpers.operations.norm_backward.inputs import draw
 from flash_helpers.operations.norm_backward.problem import NormBackward
 from flash_helpers.operations.norm_backward.reference import reference
-from flash_helpers.registry.norm_backward import NormBackwardConfig
+from flash_helpers.registry.norm_backward import NormBackwardKernels
 from flash_helpers.registry.row_threads import MAX_WIDTH
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +40,10 @@ repeated = pytest.mark.parametrize(
 )
 
 
-def full(config: NormBackwardConfig, rows: int, width: int) -> NormBackward:
+def full(config: NormBackwardKernels, rows: int, width: int) -> NormBackward:
     """The problem with all tensors."""
-    given = {"weight": True, "dweight": True, "dbias": not config.rms}
-    return NormBackward(rows, width, config.dtype, rms=config.rms, **given)
+    given = {"weight": True, "dweight": True, "dbias": not config.is_rms}
+    return NormBackward(rows, width, config.dtype, rms=config.is_rms, **given)
 
 
 def outputs_of(problem: NormBackward, device: torch.device) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def outputs_of(problem: NormBackward, device: torch.device) -> dict[str, torch.T
 
 
 def launch(
-    config: NormBackwardConfig, problem: NormBackward, tensors: Mapping[str, torch.Tensor]
+    config: NormBackwardKernels, problem: NormBackward, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     flash_attention.run(config, *problem.arranged(tensors))
 
@@ -69,7 +69,7 @@ def check(problem: NormBackward, tensors: Mapping[str, torch.Tensor]) -> None:
 @each_config
 @pytest.mark.parametrize("width", (*WIDTHS, *LONG))
 def test_every_width_is_right_in_rows_of_random_strides(
-    config: NormBackwardConfig, width: int, cuda_device: torch.device
+    config: NormBackwardKernels, width: int, cuda_device: torch.device
 ) -> None:
     choose = random.Random(width)
     problem = full(config, min(MOST_ROWS, ELEMENTS // width + 1), width)
@@ -91,7 +91,7 @@ def test_every_width_is_right_in_rows_of_random_strides(
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("width", (64, 1000, 4096, 70001))
 def test_all_inputs_are_right(
-    config: NormBackwardConfig, width: int, distribution: str, cuda_device: torch.device
+    config: NormBackwardKernels, width: int, distribution: str, cuda_device: torch.device
 ) -> None:
     problem = full(config, 37, width)
     tensors = draw(distribution, problem, cuda_device) | outputs_of(problem, cuda_device)
@@ -103,7 +103,7 @@ def test_all_inputs_are_right(
 @repeated
 @pytest.mark.parametrize(("rows", "width"), [(5000, 64), (1500, 1000), (301, 4096), (20, 40000)])
 def test_each_call_gives_the_same_bits(
-    config: NormBackwardConfig, rows: int, width: int, times: int, cuda_device: torch.device
+    config: NormBackwardKernels, rows: int, width: int, times: int, cuda_device: torch.device
 ) -> None:
     problem = full(config, rows, width)
     tensors = draw("outliers", problem, cuda_device) | outputs_of(problem, cuda_device)
@@ -122,7 +122,7 @@ def test_each_call_gives_the_same_bits(
 
 @each_config
 def test_nothing_is_written_between_rows(
-    config: NormBackwardConfig, cuda_device: torch.device
+    config: NormBackwardKernels, cuda_device: torch.device
 ) -> None:
     problem = full(config, 101, 1001)
     tensors = draw("normal", problem, cuda_device) | outputs_of(problem, cuda_device)
@@ -134,7 +134,7 @@ def test_nothing_is_written_between_rows(
 
 @each_config
 def test_a_cuda_graph_replays_with_new_inputs(
-    config: NormBackwardConfig, cuda_device: torch.device
+    config: NormBackwardKernels, cuda_device: torch.device
 ) -> None:
     problem = full(config, 640, 3000)
     first, second = (draw(name, problem, cuda_device) for name in ("normal", "outliers"))
@@ -152,7 +152,7 @@ def test_a_cuda_graph_replays_with_new_inputs(
 
 
 @each(CONFIGS, once=True)
-def test_many_short_rows_are_right(config: NormBackwardConfig, cuda_device: torch.device) -> None:
+def test_many_short_rows_are_right(config: NormBackwardKernels, cuda_device: torch.device) -> None:
     problem = full(config, 300_001, 3)
     tensors = draw("normal", problem, cuda_device) | outputs_of(problem, cuda_device)
     launch(config, problem, tensors)

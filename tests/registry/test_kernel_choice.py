@@ -42,7 +42,12 @@ def fixed_configs(
     ]
 
 
-TAKEN_WHERE_MEASURED = {"norm_cluster", "softmax_cluster", "softmax_backward_cluster"}
+TAKEN_WHERE_MEASURED = {
+    "norm_cluster",
+    "softmax_cluster",
+    "softmax_backward_cluster",
+    "norm_backward_staged",
+}
 """Families of which calls take no step but where it was the fastest on a measured grid."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -23,7 +24,7 @@ from flash_helpers.registry.call import (
     Launch,
     StructLayout,
 )
-from flash_helpers.registry.config import element, number
+from flash_helpers.registry.config import Config, element, number
 from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.row_threads import (
@@ -40,6 +41,9 @@ from flash_helpers.registry.row_threads import (
 THREADS_PER_SM = 1536  # on all GPUs from sm_80 on
 COLUMN_LANES = 32  # of a thread block that sums columns: each has a chunk, or a column
 COMBINE_WARPS = 32  # of a thread block that adds partial sums
+LANE_COLUMNS = 4
+WIDE = 32768  # columns, from which COMBINE has WIDE_WARPS, so that all of its blocks run at once
+WIDE_WARPS = 8
 PADDING = 8  # a row of partial sums ends at a multiple of as many columns, in any dtype
 
 # Kernels, by their C++ functions.
@@ -48,6 +52,7 @@ ROWS, COLUMNS, COMBINE = "rows_kernel", "columns_kernel", "combine_kernel"
 # Traits of steps.
 ONE_PASS = "one_pass"  # persistent blocks sum columns while they have their rows
 NEXT_ROW = "next_row"  # the next row of a thread is loaded while it works on one
+WIDE_SUMS = "wide_sums"  # a lane that adds partial sums has LANE_COLUMNS
 
 # Members of the arguments that point into buffers.
 PARTIAL, ROW_SUMS = "partial", "row_sums"
@@ -66,7 +71,96 @@ ARGUMENTS = StructLayout(
 )
 
 
-class NormBackwardConfig(RowConfig):
+class NormBackwardKernels(Config):
+    """The kernels of one config of the backward pass of a norm: one on rows, which are persistent
+    thread blocks or clusters where a second one adds partial sums."""
+
+    dtype: Element
+    n_warps: int
+
+    @property
+    @abstractmethod
+    def sums(self) -> int:
+        """Sums of a column, of dweight and of dbias; and of a row."""
+
+    @property
+    def is_rms(self) -> bool:
+        """Whether the function is RMS norm, whose rows and columns have one sum."""
+        return self.sums == 1
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of a chunk."""
+        return CHUNK_BYTES // self.dtype.bytes
+
+    @property
+    def lane_columns(self) -> int:
+        """Columns of a lane that adds partial sums."""
+        return LANE_COLUMNS if WIDE_SUMS in self.step.traits else 1
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The C++ functions of the step's kernels."""
+        return (ROWS, COMBINE if ONE_PASS in self.step.traits else COLUMNS)
+
+    def block(self, kernel: str) -> tuple[int, int]:
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
+        if kernel == COLUMNS:
+            columns = COLUMN_LANES * self.chunk_elements
+            return self.n_threads, FLOAT.size * self.sums * self.n_warps * columns
+        if kernel == COMBINE:
+            threads = COMBINE_WARPS * COLUMN_LANES
+            return threads, FLOAT.size * self.lane_columns * threads
+        return self.n_threads, self.smem_bytes
+
+    def call_of_parts(
+        self, problem: NormBackward, strides: Strides, parts: int, cluster: int = 1
+    ) -> Call:
+        """Return a launch for rows, and one for columns if their gradients are asked for.
+
+        parts: thread blocks or clusters of rows, of which each has partial sums. cluster: blocks.
+        """
+        padded = -(-problem.width // PADDING) * PADDING
+        grids = {ROWS: parts * cluster}
+        buffers: tuple[Buffer, ...] = ()
+        if ONE_PASS in self.step.traits:
+            size = problem.rows * self.sums * FLOAT.size
+            buffers = (Buffer(ROW_SUMS, size, zeroed=False),)
+        if problem.dweight or problem.dbias:
+            grids[COLUMNS] = -(-problem.width // (COLUMN_LANES * self.chunk_elements))
+            grids[COMBINE] = -(-self.sums * padded // (COLUMN_LANES * self.lane_columns))
+            if ONE_PASS in self.step.traits:
+                size = parts * self.sums * padded * FLOAT.size
+                buffers += (Buffer(PARTIAL, size, zeroed=False),)
+        names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
+        names += [buffer.name for buffer in buffers]
+        values: dict[str, tuple[float, ...]] = {
+            **{f"{name}_stride": strides[name][:1] for name in _MATRICES},
+            "rows": (problem.rows,),
+            "width": (problem.width,),
+            "parts": (parts,),
+        }
+        blocks = {function: self.block(function)[0] for function in grids}
+        if WIDE_SUMS in self.step.traits and problem.width >= WIDE:
+            blocks[COMBINE] = WIDE_WARPS * COLUMN_LANES
+        launches = tuple(
+            Launch(
+                kernel=self.kernels[function],
+                grid=(grids[function], 1, 1),
+                block=blocks[function],
+                shared_bytes=self.block(function)[1],
+                layout=ARGUMENTS,
+                values=values,
+                addresses=tuple(Address(ARGUMENTS.offset(name), name) for name in names),
+                cluster=(cluster if function == ROWS else 1, 1, 1),
+            )
+            for function in self.functions
+            if function in grids
+        )
+        return Call(launches, buffers)
+
+
+class NormBackwardConfig(NormBackwardKernels, RowConfig):
     """One config of the backward pass of a norm; a subclass has the fields of `RowConfig`, behind
     that of its step."""
 
@@ -76,11 +170,6 @@ class NormBackwardConfig(RowConfig):
     def sums(self) -> int:
         """Sums of a column, of dweight and of dbias; and of a row."""
         return 1 if self.rms else 2
-
-    @property
-    def chunk_elements(self) -> int:
-        """Elements of a chunk."""
-        return CHUNK_BYTES // self.dtype.bytes
 
     @property
     def chunk_registers(self) -> int:
@@ -105,21 +194,6 @@ class NormBackwardConfig(RowConfig):
         return FLOAT.size * self.sums * (2 * self.n_warps + columns)
 
     @property
-    def functions(self) -> tuple[str, ...]:
-        """The C++ functions of the step's kernels."""
-        return (ROWS, COMBINE if ONE_PASS in self.step.traits else COLUMNS)
-
-    def block(self, kernel: str) -> tuple[int, int]:
-        """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
-        if kernel == COLUMNS:
-            columns = COLUMN_LANES * self.chunk_elements
-            return self.n_threads, FLOAT.size * self.sums * self.n_warps * columns
-        if kernel == COMBINE:
-            threads = COMBINE_WARPS * COLUMN_LANES
-            return threads, FLOAT.size * threads
-        return self.n_threads, self.smem_bytes
-
-    @property
     def supports(self) -> NormBackwardSupports:
         """Rows of any length that the config's threads can have, at any element."""
         widest = self.widest("split the rows, and combine their sums")
@@ -134,41 +208,7 @@ class NormBackwardConfig(RowConfig):
 
     def call(self, problem: NormBackward, strides: Strides, device: Device) -> Call:
         """Return a launch for rows, and one for columns if their gradients are asked for."""
-        parts = self._parts(problem, device)
-        padded = -(-problem.width // PADDING) * PADDING
-        grids = {ROWS: parts}
-        buffers: tuple[Buffer, ...] = ()
-        if ONE_PASS in self.step.traits:
-            size = problem.rows * self.sums * FLOAT.size
-            buffers = (Buffer(ROW_SUMS, size, zeroed=False),)
-        if problem.dweight or problem.dbias:
-            grids[COLUMNS] = -(-problem.width // (COLUMN_LANES * self.chunk_elements))
-            grids[COMBINE] = -(-self.sums * padded // COLUMN_LANES)
-            if ONE_PASS in self.step.traits:
-                size = parts * self.sums * padded * FLOAT.size
-                buffers += (Buffer(PARTIAL, size, zeroed=False),)
-        names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
-        names += [buffer.name for buffer in buffers]
-        values: dict[str, tuple[float, ...]] = {
-            **{f"{name}_stride": strides[name][:1] for name in _MATRICES},
-            "rows": (problem.rows,),
-            "width": (problem.width,),
-            "parts": (parts,),
-        }
-        launches = tuple(
-            Launch(
-                kernel=self.kernels[function],
-                grid=(grids[function], 1, 1),
-                block=self.block(function)[0],
-                shared_bytes=self.block(function)[1],
-                layout=ARGUMENTS,
-                values=values,
-                addresses=tuple(Address(ARGUMENTS.offset(name), name) for name in names),
-            )
-            for function in self.functions
-            if function in grids
-        )
-        return Call(launches, buffers)
+        return self.call_of_parts(problem, strides, self._parts(problem, device))
 
     def most_runs(self, problem: NormBackward, device: Device) -> int:
         """Return the turns of the longest loop, over the elements of a row, rows or parts, and as

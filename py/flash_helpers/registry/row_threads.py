@@ -36,11 +36,13 @@ ROW_THREADS = "row_threads"  # `row_threads` threads have a row, and a block has
 ROWS_IN_FLIGHT = "rows_in_flight"  # a thread has `rows_in_flight` rows at once
 
 
-def most_chunks(n_warps: int, chunk_registers: int = CHUNK_REGISTERS) -> int:
+def most_chunks(
+    n_warps: int, chunk_registers: int = CHUNK_REGISTERS, others: int = OTHER_REGISTERS
+) -> int:
     """Return the chunks that the registers of each thread of a block have room for.
-    chunk_registers: registers of a thread per chunk."""
+    chunk_registers: registers of a thread per chunk. others: beside its chunks."""
     available = min(SM_REGISTERS // (n_warps * gpu.WARP), THREAD_REGISTERS)
-    return (available - OTHER_REGISTERS) // chunk_registers
+    return (available - others) // chunk_registers
 
 
 class RowConfig(Config):
@@ -59,6 +61,11 @@ class RowConfig(Config):
     def chunk_registers(self) -> int:
         """Registers of a thread per chunk, of all that it keeps of it."""
         return CHUNK_REGISTERS
+
+    @property
+    def other_registers(self) -> int:
+        """Registers of a thread, at most, beside its chunks."""
+        return OTHER_REGISTERS
 
     @property
     def n_threads(self) -> int:
@@ -119,7 +126,7 @@ class RowConfig(Config):
         chunks, rows = self.chunks, self.thread_rows
         if not 1 <= chunks <= MAX_CHUNKS:
             raise ValueError(f"chunks {chunks} is not from 1 to {MAX_CHUNKS}: choose 4")
-        most = most_chunks(self.n_warps, self.chunk_registers)
+        most = most_chunks(self.n_warps, self.chunk_registers, self.other_registers)
         if rows > 1 and chunks * rows > (held := min(most, MOST_IN_FLIGHT)):
             raise ValueError(
                 f"rows_in_flight {rows} with chunks {chunks} have {chunks * rows} chunks per "
@@ -127,7 +134,7 @@ class RowConfig(Config):
                 f"rows_in_flight {held // chunks or 1}, or fewer chunks"
             )
         if chunks > most:
-            needed = chunks * self.chunk_registers + OTHER_REGISTERS
+            needed = chunks * self.chunk_registers + self.other_registers
             raise ValueError(
                 f"chunks {chunks} with n_warps {self.n_warps} need {needed} registers per thread, "
                 f"of which there are {min(SM_REGISTERS // self.n_threads, THREAD_REGISTERS)}: "

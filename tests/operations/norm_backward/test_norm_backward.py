@@ -14,7 +14,7 @@ from tiers import committed, each
 import flash_attention
 from flash_helpers.check.errors import Reference, measure_error
 from flash_helpers.gpu import Device, largest_device
-from flash_helpers.kernel_configs import Element, config_from_short_form
+from flash_helpers.kernel_configs import Config, Element, config_from_short_form
 from flash_helpers.operations.norm.problems import DISTRIBUTIONS, MEASURED_WIDTHS
 from flash_helpers.operations.norm_backward import OPERATION
 from flash_helpers.operations.norm_backward.baselines import run
@@ -26,12 +26,19 @@ from flash_helpers.registry.norm_backward import (
     RMS_NORM_BACKWARD,
     LayerNormBackwardKernelConfig,
     NormBackwardConfig,
+    NormBackwardKernels,
 )
+from flash_helpers.registry.norm_backward_staged import NormBackwardStagedKernelConfig
 from flash_helpers.registry.row_threads import MAX_WIDTH
 from flash_helpers.runtime.call import prepare
 
 CONFIGS = committed(OPERATION)
-FEW_SMS = replace(largest_device(80), sms=1)  # so that a block has several rows
+
+
+def few_sms(config: Config) -> Device:
+    """A GPU on which a thread block has several rows."""
+    return replace(largest_device(config.family.capabilities[0]), sms=1)
+
 
 each_config = each(CONFIGS)
 each_function = pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
@@ -54,10 +61,10 @@ def wrong(outputs: Mapping[str, torch.Tensor], wanted: Reference) -> list[str]:
 
 
 def simulate(
-    config: NormBackwardConfig,
+    config: NormBackwardKernels,
     problem: NormBackward,
     tensors: Mapping[str, torch.Tensor],
-    device: Device | None = FEW_SMS,
+    on_few: bool = True,
     **outputs: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Simulate, watched, and return the outputs."""
@@ -67,19 +74,20 @@ def simulate(
     }
     given |= outputs
     call = prepare(config, *problem.arranged({**tensors, **given}))
+    device = few_sms(config) if on_few else None
     assert not call.simulate(keep_going=True, device=device).faults
     return given
 
 
 def check(
-    config: NormBackwardConfig,
+    config: NormBackwardKernels,
     problem: NormBackward,
     tensors: Mapping[str, torch.Tensor],
-    device: Device | None = FEW_SMS,
+    on_few: bool = True,
     **outputs: torch.Tensor,
 ) -> None:
     """Simulate, and compare all outputs with the reference."""
-    found = simulate(config, problem, tensors, device, **outputs)
+    found = simulate(config, problem, tensors, on_few, **outputs)
     assert not wrong(found, reference(problem, tensors))
 
 
@@ -189,9 +197,9 @@ def test_libraries_compute_the_problem_and_a_copy_is_not_verified() -> None:
 
 
 @each(CONFIGS, once=True)
-def test_any_width_is_right_in_rows_at_any_element(config: NormBackwardConfig) -> None:
+def test_any_width_is_right_in_rows_at_any_element(config: NormBackwardKernels) -> None:
     for number, width in enumerate((1, 2, 33, 136, 1000)):
-        problem = full(3, width, config.dtype, rms=config.rms)
+        problem = full(3, width, config.dtype, rms=config.is_rms)
         tensors = draw("normal", problem, seed=number)
         at = {"x": (number % 3, number % 5), "dy": (number % 2, 8), "weight": (0, number % 4)}
         laid = {name: padded(tensors[name], *where) for name, where in at.items()}
@@ -200,14 +208,14 @@ def test_any_width_is_right_in_rows_at_any_element(config: NormBackwardConfig) -
 
 @each_config
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_all_inputs_are_right(config: NormBackwardConfig, distribution: str) -> None:
-    problem = full(3, 264, config.dtype, rms=config.rms)
-    check(config, problem, draw(distribution, problem), None)
+def test_all_inputs_are_right(config: NormBackwardKernels, distribution: str) -> None:
+    problem = full(3, 264, config.dtype, rms=config.is_rms)
+    check(config, problem, draw(distribution, problem), False)
 
 
 @each(CONFIGS, once=True)
-def test_results_do_not_depend_on_where_rows_begin(config: NormBackwardConfig) -> None:
-    problem = full(3, 264, config.dtype, rms=config.rms)
+def test_results_do_not_depend_on_where_rows_begin(config: NormBackwardKernels) -> None:
+    problem = full(3, 264, config.dtype, rms=config.is_rms)
     tensors = draw("outliers", problem)
     apart = {name: padded(tensors[name], 3, 1) for name in ("dy", "x")}
     found = (simulate(config, problem, given) for given in (tensors, {**tensors, **apart}))
@@ -216,8 +224,8 @@ def test_results_do_not_depend_on_where_rows_begin(config: NormBackwardConfig) -
 
 
 @each_config
-def test_nothing_is_written_between_the_rows_of_dx(config: NormBackwardConfig) -> None:
-    problem = full(2, 55, config.dtype, rms=config.rms)
+def test_nothing_is_written_between_the_rows_of_dx(config: NormBackwardKernels) -> None:
+    problem = full(2, 55, config.dtype, rms=config.is_rms)
     tensors = draw("normal", problem)
     dx = spread(tensors["x"], gap=2, first=1)
     memory = torch.as_strided(dx, (2 * 57,), (1,), dx.storage_offset())
@@ -226,15 +234,15 @@ def test_nothing_is_written_between_the_rows_of_dx(config: NormBackwardConfig) -
 
 
 @each_config
-def test_weight_and_gradients_may_be_left_out(config: NormBackwardConfig) -> None:
+def test_weight_and_gradients_may_be_left_out(config: NormBackwardKernels) -> None:
     given = [{}, {"weight": True}, {"dweight": True}]
-    for options in given if config.rms else [*given, {"weight": True, "dbias": True}]:
-        problem = NormBackward(3, 72, config.dtype, rms=config.rms, **options)
+    for options in given if config.is_rms else [*given, {"weight": True, "dbias": True}]:
+        problem = NormBackward(3, 72, config.dtype, rms=config.is_rms, **options)
         check(config, problem, draw("normal", problem))
 
 
 @each(CONFIGS, at_corners=True)
-def test_the_corners_of_the_declaration_are_right(config: NormBackwardConfig) -> None:
+def test_the_corners_of_the_declaration_are_right(config: NormBackwardKernels) -> None:
     for problem in config.supports.corners():
         if problem.width < 5000:
             check(config, problem, draw("normal", problem))
@@ -242,9 +250,11 @@ def test_the_corners_of_the_declaration_are_right(config: NormBackwardConfig) ->
 
 @each(CONFIGS, once=True)
 def test_thread_blocks_with_several_rows_give_the_same_bits_in_each_call(
-    config: NormBackwardConfig,
+    config: NormBackwardKernels,
 ) -> None:
-    problem = full(3 * max(1, config.blocks_per_sm) + 1, 40, config.dtype, rms=config.rms)
+    many = full(10_000, 40, config.dtype, rms=config.is_rms)
+    rows, _ = config.call(many, many.strides(), few_sms(config)).launches
+    problem = replace(many, rows=min(3 * rows.grid[0] + 1, 100))
     tensors = draw("outliers", problem)
     first = simulate(config, problem, tensors)
     assert not wrong(first, reference(problem, tensors))
@@ -269,11 +279,44 @@ def test_thread_blocks_with_several_rows_give_the_same_bits_in_each_call(
 )
 def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str) -> None:
     config = config_from_short_form(text)
+    assert isinstance(config, NormBackwardConfig)
     rows = 2 * config.blocks_per_sm * config.block_rows + 1
     for width in (config.pass_elements - 8, min(2 * config.pass_elements + 24, 1000)):
         problem = full(rows if width < 300 else config.block_rows + 1, width, config.dtype)
         problem = config.supports.adapted(problem)
         check(config, problem, draw("outliers", problem))
+
+
+@pytest.mark.parametrize("distribution", ["far_mean", "not_finite"])
+@pytest.mark.parametrize(
+    ("text", "rows", "width"),
+    [
+        ("w1_bf16_w4_c1_t8_s2", 200, 64),
+        ("w1_bf16_w4_c1_t8_s3_rms", 200, 63),  # no whole chunks
+        ("w1_fp16_w4_c2_t64_s3", 30, 1000),
+        ("w1_fp32_w4_c2_t32_s3_rms", 40, 256),
+        ("w1_fp32_w4_c1_t128_s2", 7, 1040),  # longer than a tile
+    ],
+)
+def test_a_block_has_one_row_after_the_other(
+    text: str, rows: int, width: int, distribution: str
+) -> None:
+    config = config_from_short_form(text)
+    assert isinstance(config, NormBackwardKernels)
+    problem = full(rows, width, config.dtype, rms=config.is_rms)
+    check(config, problem, draw(distribution, problem))
+
+
+@pytest.mark.parametrize("name", ["dy", "x", "weight"])
+def test_rows_at_any_element_take_the_loop_without_copies(name: str) -> None:
+    config = NormBackwardStagedKernelConfig.from_short_form("w1_bf16_w4_c1_t32_s2")
+    problem = full(30, 200, config.dtype)
+    tensors = draw("outliers", problem)
+    whole = simulate(config, problem, tensors)
+    assert not wrong(whole, reference(problem, tensors))
+    moved = spread(tensors[name], 0, 1).copy_(tensors[name])  # not at a multiple of 16 bytes
+    for output, found in simulate(config, problem, {**tensors, name: moved}).items():
+        assert found.equal(whole[output]), output
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -292,6 +335,34 @@ def test_the_grid_is_what_the_sms_hold_and_columns_are_summed_only_if_asked_for(
     alone = replace(problem, dweight=False, dbias=False)
     (only,) = bf16.call(alone, alone.strides(), device).launches
     assert only.kernel == rows.kernel
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("w1_bf16_w4_c1_t8_s3", 6 * 132),  # 80 registers per thread
+        ("w1_bf16_w8_c2_t256_s3", 2 * 132),
+        ("w1_bf16_w16_c4_t512_s3", 132),
+        ("w1_bf16_w8_c4_t256_s3_rms", 2 * 132),
+    ],
+)
+def test_the_grid_is_what_registers_and_shared_memory_leave_room_for(
+    text: str, blocks: int
+) -> None:
+    config = config_from_short_form(text)
+    assert isinstance(config, NormBackwardKernels)
+    problem = full(100_000, 1000, Element.BF16, rms=config.is_rms)
+    rows, _ = config.call(problem, problem.strides(), largest_device(90)).launches
+    assert rows.grid[0] == blocks
+
+
+@pytest.mark.parametrize(("width", "warps"), [(16384, 32), (32768, 8)])
+def test_all_blocks_that_add_partial_sums_run_at_once(width: int, warps: int) -> None:
+    config = NormBackwardStagedKernelConfig.from_short_form("w1_bf16_w8_c2_t256_s3")
+    problem = full(200, width, Element.BF16)
+    _, combine = config.call(problem, problem.strides(), largest_device(90)).launches
+    assert (combine.block, combine.grid[0]) == (32 * warps, 2 * width // 128)
+    assert combine.grid[0] * combine.block <= 132 * 2048
 
 
 def test_empty_rows_and_columns_are_computed_without_a_kernel(
@@ -369,6 +440,19 @@ def test_a_kernel_of_one_function_has_the_usual_problem_of_the_other_adapted(
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LayerNormBackwardKernelConfig(*fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("w1_bf16_w4_c1_t8_s1", "stages 1 is below 2: choose 2 or 3"),
+        ("w1_bf16_w16_c4_t512_s4", "need 294,?[0-9]* bytes|over every limit"),
+        ("w1_bf16_w32_c1_t512_s2", "need 80 registers per thread, of which there are 64"),
+    ],
+)
+def test_a_config_without_room_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        config_from_short_form(text)
 
 
 def test_a_sweep_tries_all_that_fits_into_registers_and_shared_memory() -> None:

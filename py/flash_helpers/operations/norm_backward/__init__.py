@@ -33,7 +33,11 @@ OPERATION = Operation(
     ceiling="copy",
     short_names={"pytorch_norm": "PyTorch", "compiled_norm": "torch.compile"},
     metric=GBPS,
-    families=("norm_backward:LAYER_NORM_BACKWARD", "norm_backward:RMS_NORM_BACKWARD"),
+    families=(
+        "norm_backward:LAYER_NORM_BACKWARD",
+        "norm_backward:RMS_NORM_BACKWARD",
+        "norm_backward_staged:NORM_BACKWARD_STAGED",
+    ),
     # 370 ms for the 13 * 8000 operations of (8, 1000), the mean of e2 to e4, measured
     simulated_ns=370e6 / (13 * 8 * 1000),
 )

@@ -9,7 +9,7 @@ from flash_helpers.check.faults import MAIN_LOOP, Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.norm_backward.problem import NormBackward
-from flash_helpers.ptx import OutOfBoundsError, RaceError
+from flash_helpers.ptx import OutOfBoundsError, PendingCopyError, RaceError
 
 BF16 = Element.BF16
 
@@ -42,6 +42,10 @@ FAULTS = {
     "q2: behind the last row another one is loaded": Fault(
         "q2", BF16, MAIN_LOOP, r"selp\.b32", swap(r"selp\S+\s+(%r\d+), (%r\d+), 0, .*;",
         r"mov.b32 \1, \2;"), nth(1), OutOfBoundsError, "__ldg(args.", kernel="rows_kernel",
+    ),
+    "w1: a row is read while its copy is on its way": Fault(
+        "w1", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("1;", "2;"), None, PendingCopyError,
+        "load_smem_16(slot_smem", kernel="rows_kernel",
     ),
 }  # fmt: skip
 

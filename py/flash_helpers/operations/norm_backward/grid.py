@@ -8,6 +8,7 @@ from dataclasses import replace
 from flash_helpers.operations.norm.grid import MOST_THREADS, distance
 from flash_helpers.operations.norm_backward.problem import NormBackward
 from flash_helpers.operations.norm_backward.problems import measured
+from flash_helpers.registry.norm_backward_staged import competing_stages
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import (
     CHUNK_BYTES,
@@ -30,11 +31,11 @@ GROUPS = {
 
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes."""
-    # of x and dy, and a sum or two of each column; from e5 and q2 on of the next x and dy, too
-    sums = (1 if problem.rms else 2) * CHUNK_BYTES // problem.dtype.bytes
-    found = []
-    for step, matrices in [("q1", 2), ("q2", 4)] if problem.rms else [("e4", 2), ("e5", 4)]:
-        registers = matrices * CHUNK_REGISTERS + sums
-        shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS, registers)
-        found += [(step, shape) for shape in shapes]
-    return found
+    width, dtype = problem.width, problem.dtype
+    found = [("w1", {**shape, "rms": problem.rms}) for shape in competing_stages(width, dtype)]
+    if len(found) > 1:
+        return found
+    # of x and dy, and a sum or two of each column
+    registers = 2 * CHUNK_REGISTERS + (1 if problem.rms else 2) * CHUNK_BYTES // dtype.bytes
+    shapes = competing_shapes(width, dtype, MOST_THREADS, registers)
+    return found + [("q1" if problem.rms else "e4", shape) for shape in shapes]
