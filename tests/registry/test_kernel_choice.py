@@ -144,7 +144,7 @@ class TestSteps:
 
     def test_of_one_architecture_are_preferred_there_and_left_out_elsewhere(self):
         families = [*FAMILIES.values(), OTHER]
-        assert preferred_steps(OPERATION, H100, families)[0].id == "w3"
+        assert preferred_steps(OPERATION, H100, families)[0].id == "y3"
         assert preferred_steps(OPERATION, B200, families) == PORTABLE
         assert preferred_steps(OPERATION, None, families) == PORTABLE
 

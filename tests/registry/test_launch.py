@@ -265,15 +265,15 @@ class TestOptions:
 
 class TestOtherFamily:
     def test_config_reads_writes_and_sorts_like_any(self):
-        assert X3.short_form() == "w3_bf16_B128_lazy"
-        assert OtherConfig.from_short_form("w3_bf16_B128_st3_lazy").stages == 3
-        for text in ("w3_bf16_B128_st2_lazy", "w3_bf16_B128_lazy_st3", "w03_bf16_B128_lazy"):
+        assert X3.short_form() == "y3_bf16_B128_lazy"
+        assert OtherConfig.from_short_form("y3_bf16_B128_st3_lazy").stages == 3
+        for text in ("y3_bf16_B128_st2_lazy", "y3_bf16_B128_lazy_st3", "y03_bf16_B128_lazy"):
             with pytest.raises(ValueError, match="short form"):
                 OtherConfig.from_short_form(text)
-        with pytest.raises(ValueError, match=r"lazy True: w1 fixes lazy False; choose w2 to w3"):
+        with pytest.raises(ValueError, match=r"lazy True: y1 fixes lazy False; choose y2 to y3"):
             OtherConfig(1, Element.BF16, 128, lazy=True)
         assert sorted([X3, V16]) == [V16, X3]
-        assert [step.parent for step in OTHER.steps.values()] == ["v16", "w1", "w2"]
+        assert [step.parent for step in OTHER.steps.values()] == ["v16", "y1", "y2"]
         assert {config.tile for config in OTHER.sweep()} == {64, 128}
 
     def test_runs_where_its_own_instructions_are(self):
@@ -307,7 +307,7 @@ class TestOtherFamily:
         assert "std::map<OtherConfig, std::vector<Kernel>> other_kernels" in text
         assert "v16" not in text
         unit = kernel_unit(X3)
-        assert '#include "kernels/other/w3.cuh"' in unit
+        assert '#include "kernels/other/y3.cuh"' in unit
         assert "sizeof(OtherArgs) == 384" in unit
         header = "struct OtherConfig {\n    // fields:begin\n    // fields:end\n};\n"
         assert "    int tile; // rows\n    int stages;\n    bool lazy;\n" in with_fields(

@@ -63,16 +63,16 @@ class TestSteps:
 
     def test_a_family_is_all_its_steps(self, two_families):
         assert ids("ampere") == [step for step in STEPS if step.startswith("v")]
-        assert ids("other") == ["w1", "w2", "w3"]
+        assert ids("other") == ["y1", "y2", "y3"]
 
     def test_all_is_every_family(self, two_families):
-        assert ids("all") == [*STEPS, "w1", "w2", "w3"]
+        assert ids("all") == [*STEPS, "y1", "y2", "y3"]
 
     def test_of_another_family_go_by_its_letter(self, two_families):
-        assert ids("w2") == ["w2"]
-        assert ids("w1..w3") == ids("w1..3") == ["w1", "w2", "w3"]
+        assert ids("y2") == ["y2"]
+        assert ids("y1..y3") == ids("y1..3") == ["y1", "y2", "y3"]
 
-    @pytest.mark.parametrize("selector", ["v7..w2", "7..w2"])
+    @pytest.mark.parametrize("selector", ["v7..y2", "7..y2"])
     def test_a_range_across_families_is_refused(self, two_families, selector):
         with pytest.raises(UsageError, match=r"goes from one family to another: .* v7\.\.v"):
             find_steps(selector)
@@ -85,7 +85,7 @@ class TestSteps:
             ("h99", r"the nearest is h\d+"),
             ("9..7", r"a range goes from the lower to the higher step, such as v7\.\.v9$"),
             ("v9..99", r"the nearest is v\d\d"),
-            ("w3", r"no family has steps w1, w2, …; there are v1 to v\d+.*; the nearest is v3"),
+            ("y3", r"no family has steps y1, y2, …; there are v1 to v\d+.*; the nearest is v3"),
         ],
     )
     def test_that_do_not_exist_are_refused_with_the_nearest(self, selector, reason):

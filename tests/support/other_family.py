@@ -41,7 +41,7 @@ class OtherConfig(Config):
 
     example: ClassVar[str] = "w1_bf16_B128"
 
-    ordinal: int = number("w")
+    ordinal: int = number("y")
     dtype: Element = element()
     tile: int = number("B", "rows")
     stages: int = number("st", default=2)
@@ -102,17 +102,17 @@ OTHER = Family(
     name="other",
     title="what comes after mma.sync",
     operation=OPERATION,
-    prefix="w",
+    prefix="y",
     rank=9,
     config=OtherConfig,
     base=MappingProxyType({"tile": 128, "stages": 2, "lazy": False}),
     entries=(
-        StepEntry("first", "the first of them", "kernels/other/w1.cuh", parent="v16"),
-        StepEntry("lazy", "lazier", "kernels/other/w2.cuh", sets={"lazy": True}),
+        StepEntry("first", "the first of them", "kernels/other/y1.cuh", parent="v16"),
+        StepEntry("lazy", "lazier", "kernels/other/y2.cuh", sets={"lazy": True}),
         StepEntry(
             "tuned",
             "tile by sweep",
-            "kernels/other/w3.cuh",
+            "kernels/other/y3.cuh",
             opens={"tile": (64, 96, 128), "stages": (2, 3)},
         ),
     ),
