@@ -170,7 +170,7 @@ class GeneralKernelConfig(WgmmaConfig):
     def of_size(self, d_head: int, d_v: int = 0) -> GeneralKernelConfig:
         """Return the config of the same step and dtype with the usual tile of head sizes."""
         flags = dict.fromkeys(FLAGS, False)
-        tiles = TILES | ONE_Q_TILES if ONE_Q in self.step.traits else TILES
+        tiles = {**TILES, **ONE_Q_TILES} if ONE_Q in self.step.traits else TILES
         tile = tiles[d_head, d_v]
         return self.replace(d_head=d_head, d_v=d_v, **flags, **tile)
 
