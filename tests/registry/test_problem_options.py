@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from dataclasses import fields
 from types import MappingProxyType
 
@@ -118,3 +119,11 @@ class TestTwoOperations:
         ):
             require_options_of(found, [OWN])
         require_options_of(read(), [OWN])
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_run_takes_the_options_that_problems_have_for_a_call(operation) -> None:
+    parameters = inspect.signature(operation.problem.posed).parameters.values()
+    taken = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    for problem in (operation.small, operation.usual):
+        assert problem.call_options().keys() <= taken

@@ -164,6 +164,18 @@ class Norm(NormedRows):
     rstd: bool = option("also the reciprocal deviation of each row, in fp32", False)
     eps: float = option("added to the variance", EPS, least=0, metavar="EPS")
 
+    @classmethod
+    def posed(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: Element,
+        *,
+        rms: bool = False,
+        eps: float = EPS,
+    ) -> Norm:
+        """Return the problem of x, and of the other tensors that are given."""
+        return super().posed(shapes, dtype, rms=rms, eps=eps)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.eps < math.inf:
