@@ -87,6 +87,17 @@ def test_a_file_of_other_head_sizes_comes_behind_those_of_other_gpus(measured, m
     assert not files[1].tells_of(SHORT) and files[1].tells_of(replace(wide, causal=True))
 
 
+def test_of_several_files_of_a_gpu_that_with_the_nearest_problem_counts(
+    measured, monkeypatch
+) -> None:
+    short, long = measured.problems
+    files = tuple(replace(measured, problems=(each,)) for each in (long, short))
+    monkeypatch.setattr(best, "load_choices", lambda folder: files)
+    gpu = measured.provenance.device
+    assert config_for(SHORT, gpu) == next(iter(short.configs))
+    assert config_for(LONG, gpu) == measured.ranked(LONG, gpu)[0] != next(iter(short.configs))
+
+
 def test_a_config_stands_for_the_one_of_its_tile_that_takes_the_problem(measured) -> None:
     asked = AttentionForward(64, 12, 77, dtype=Element.FP16, sinks=True, window_left=10)
     found = measured.ranked(asked, H100)
@@ -138,8 +149,7 @@ def test_a_problem_is_told_in_a_line(measured) -> None:
 
 
 def test_the_table_has_the_share_of_a_copy_where_it_is_measured() -> None:
-    (file,) = [file for file in FILES if file.problems[0].asked.operation == "rows"]
-    first = next(m for m in file.problems if m.group == "softmax_bf16")
+    first = next(m for file in FILES for m in file.problems if m.group == "softmax_bf16")
     (ms, *_), copy, torch = (
         first.kernels.values(),
         first.libraries["copy"],

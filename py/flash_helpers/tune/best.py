@@ -85,8 +85,9 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
 
     The result is the first of these that supports the problem:
       1. configs that were measured on the nearest problem of a grid, on a GPU of this name or else
-         on another of its compute capability, the fastest expected first (`Choices.ranked`); files
-         that tell nothing of the problem (`Choices.tells_of`) come last;
+         on another of its compute capability, the fastest expected first (`Choices.ranked`); of
+         several files of a GPU that with the nearest problem counts first, and files that tell
+         nothing of the problem (`Choices.tells_of`) come last;
       2. of the preferred steps (`Family.preferred`) of each family that runs on the device, the
          newest family first: winners of their sweeps for such problems, of a family the fastest for
          this problem first (`BestConfig.for_problem`), and their variants (`Config.variants`);
@@ -167,7 +168,12 @@ def _from_grid(problem: Problem, gpu: Device | None) -> dict[Config, None]:
     capability = ".".join(map(str, gpu.capability))
     files = load_choices(sources_root(package_folder()) / CONFIG_FOLDER)
     own = [file for file in files if file.provenance.compute_capability == capability]
-    own.sort(key=lambda file: (not file.tells_of(problem), file.provenance.gpu != gpu.name))
+    own.sort(
+        key=lambda file: (
+            *(not file.tells_of(problem), file.provenance.gpu != gpu.name),
+            file.distance(problem),
+        )
+    )
     return dict.fromkeys(config for file in own for config in file.ranked(problem, gpu))
 
 

@@ -165,14 +165,18 @@ class Choices(RecordFile):
         expected = nearest.expected(problem, device) if nearest else {}
         return sorted(expected, key=expected.__getitem__)
 
+    def distance(self, problem: Problem) -> float:
+        """Return how far the nearest measured problem is, by the operation's grid; infinite if
+        none is of the operation."""
+        nearest = self._nearest(problem)
+        grid = OPERATIONS[problem.operation].part("grid") if nearest else None
+        return grid.distance(nearest.asked, problem) if nearest and grid else math.inf
+
     def tells_of(self, problem: Problem) -> bool:
         """Whether a problem was measured that tells something of this one: with its head sizes."""
-        nearest = self._nearest(problem)
-        if nearest is None:
-            return False
-        grid = OPERATIONS[problem.operation].part("grid")
-        unrelated = getattr(grid, "UNRELATED", math.inf)
-        return bool(grid.distance(nearest.asked, problem) < unrelated)
+        operation = OPERATIONS[problem.operation]
+        grid = operation.part("grid") if operation.has_part("grid") else None
+        return self.distance(problem) < getattr(grid, "UNRELATED", math.inf)
 
     def _nearest(self, problem: Problem) -> MeasuredProblem | None:
         own = [m for m in self.problems if m.asked.operation == problem.operation]

@@ -32,7 +32,9 @@ GROUPS = {
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes."""
     width, dtype = problem.width, problem.dtype
-    found = [("w1", {**shape, "rms": problem.rms}) for shape in competing_stages(width, dtype)]
+    found: list[tuple[str, Fields]] = [
+        ("w1", {**shape, "rms": problem.rms}) for shape in competing_stages(width, dtype)
+    ]
     if len(found) > 1:
         return found
     # of x and dy, and a sum or two of each column
