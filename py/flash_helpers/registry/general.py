@@ -362,6 +362,6 @@ GENERAL = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=9_000_000,
-    matrix_budget=34_000_000,
+    matrix_budget=40_000_000,
     also_listed=_more_configs,
 )
