@@ -12,7 +12,7 @@ struct NormBackwardStagedKernelConfig {
     int n_warps; // of the thread block
     int chunks; // of 16 bytes of the row, of which a thread has the columns
     int row_threads; // that have a row
-    int stages; // rows of a thread in shared memory: one in use, others on their way
+    int staged_rows; // of a thread in shared memory: one in use, others on their way
     bool rms; // RMS norm instead of layer norm
     // fields:end
 
@@ -32,7 +32,7 @@ struct NormBackwardStagedKernelConfig {
     // of a block have several rows, one or two per column.
     constexpr int smem_bytes() const {
         const int columns = threads_per_row() < n_threads() ? tile() : 0;
-        return (2 * stages + 1) * chunks * n_threads() * 16 +
+        return (2 * staged_rows + 1) * chunks * n_threads() * 16 +
                int(sizeof(float)) * (4 * n_warps + sums() * columns);
     }
     friend auto operator<=>(const NormBackwardStagedKernelConfig &,

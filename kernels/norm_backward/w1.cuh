@@ -5,14 +5,14 @@
 // dx, dweight and dbias of layer norm, or with `rms` without the mean and dbias.
 //
 // What changed
-//   1. x and dy of a thread's next rows are copied to `stages` slots of shared memory while it
+//   1. x and dy of a thread's next rows are copied to `staged_rows` slots of shared memory while it
 //      works on one. A thread copies and reads its own chunks, so that no barrier is due.
 //   2. The row is read from its slot for the sums, and again for dx. No registers hold it.
 //   3. Rows of whole chunks have a loop of their own, in which nothing asks whether a row is
 //      aligned; the weight is in shared memory. Other rows are read again behind their sums.
 //   4. g has the factor rstd from the beginning: dx = g - mean_g - (x - mean) · slope. dweight and
 //      dx share the product dy · rstd; 1 / width replaces two divisions per row.
-//   5. A lane of combine_kernel has 4 columns, and a block of it 8 warps where rows are wide.
+//   5. A lane of combine_kernel has 4 columns.
 //
 // Why: at a width of 4096 a thread of e4 has 64 registers of sums, 32 of x and dy, and 166 in all.
 // 12 warps of them fit into an SM, with 48 KiB in flight while all of them load and nothing while
@@ -22,7 +22,7 @@
 // stages 64 to 80 KiB are in flight, and the loop has 23 instructions per element of bf16. A
 // scheduler has 48 issue slots for 32 elements at the speed of a copy.
 //   combine_kernel of e4 has 4096 blocks of 1024 threads at a width of 65536, 264 of which run at
-// once: 16 turns of about 1.5 µs, beside 191 µs for a copy. Here all of its blocks run at once.
+// once: 16 turns of about 1.5 µs, beside 191 µs for a copy. Here it has a quarter of the blocks.
 // Expected, as a share of a copy on an H200: 90% from 64 to 4096, e4 with 70 to 78%; 80% at 16384,
 // where a thread block alone has an SM, and adds up one row after the other.
 //
@@ -96,7 +96,7 @@ walk_whole_rows(float (&dweight_rmem)[cfg.chunks][kChunkElements<cfg.dtype>],
     constexpr DType kDType = cfg.dtype;
     constexpr int kThreads = cfg.threads_per_row(), kChunks = cfg.chunks;
     constexpr int kChunk = kChunkElements<kDType>, kRows = cfg.n_threads() / kThreads;
-    constexpr int kStages = cfg.stages;
+    constexpr int kStages = cfg.staged_rows;
 
     const uint32_t apart = gridDim.x * kRows; // from a row of a thread to the next
     const int thread = threadIdx.x % kThreads, n_chunks = args.width / kChunk;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blo
     static_assert(cfg.chunks >= 1 && cfg.registers() <= 255 &&
                       cfg.registers() <= 65536 / cfg.n_threads(),
                   "sums and chunks are in registers, of which an SM has 65536");
-    static_assert(cfg.stages >= 2, "a row that is read, and one on its way");
+    static_assert(cfg.staged_rows >= 2, "a row that is read, and one on its way");
     static_assert(cfg.row_threads >= 8 && cfg.row_threads <= cfg.n_threads() &&
                       (cfg.row_threads & (cfg.row_threads - 1)) == 0,
                   "the tree over the threads of a row is one over the lanes of a warp");
@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blo
 
     extern __shared__ uint4 rows_smem[]; // (stages, 2, kChunks, threads), (kChunks, threads)
 
-    float2 *sums_smem =
-        reinterpret_cast<float2 *>(rows_smem + (2 * cfg.stages + 1) * kChunks * cfg.n_threads());
+    float2 *sums_smem = reinterpret_cast<float2 *>(rows_smem + (2 * cfg.staged_rows + 1) * kChunks *
+                                                                   cfg.n_threads());
     // sums_smem (2, kWarps): even and odd rows
     float *columns_smem = reinterpret_cast<float *>(sums_smem + 2 * kWarps); // (kSums, kTile)
 

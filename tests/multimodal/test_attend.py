@@ -96,7 +96,7 @@ class TestOnAGpu:
         lengths = [on_gpu(2, length, 8, 16) for length in (20, 30, 20)]
         (text,) = warned(*lengths, on_gpu(2, 20, 8, 16, gradients=True))
         assert "PyTorch computes attention on cuda:0: no kernel of attention_forward" in text
-        assert "seq 20, d_head 16; the nearest: d_head 16 is not supported by g9_bf16_d64" in text
+        assert "seq 20, d_head 16; the nearest: d_head 16 is not supported by g10_bf16_d64" in text
         assert "Pass backend='torch'" in text
         (another,) = warned(*lengths, on_gpu(1, 20, 8, 32))
         assert "d_head 32" in another

@@ -17,7 +17,7 @@ from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import call, library, simulator
 
 CONFIG = ToyConfig(1, Element.FP32)
-NAMES = ("t1_fp32__square", "t1_fp32__reverse")
+NAMES = ("z1_fp32__square", "z1_fp32__reverse")
 A100 = largest_device(80)
 PROBLEM = SquaresBackwards(3, 0.5)
 
@@ -79,7 +79,7 @@ class TestCall:
             f"{v16.short_form()} computes attention_forward and the problem is one of "
             "squares_backwards: choose a config of that operation"
         )
-        assert "t1_fp32 computes squares_backwards" in CONFIG.refusal(AttentionForward(1, 1, 64))
+        assert "z1_fp32 computes squares_backwards" in CONFIG.refusal(AttentionForward(1, 1, 64))
         assert CONFIG.refusal(PROBLEM) == ""
 
 
@@ -117,7 +117,7 @@ class TestSimulator:
         monkeypatch.setattr(simulator, "ptx_path", shipped)
         monkeypatch.setattr(call, "_plans", {})
         x = inputs()
-        ready = call.prepare("t1_fp32", x, factor=0.5)
+        ready = call.prepare("z1_fp32", x, factor=0.5)
         assert list(ready.outputs) == ["y"]
         ready.run()
         assert torch.equal(ready.output, expected(x))
@@ -144,16 +144,16 @@ class TestRegister:
         assert library.kernels() == []
         library.register(NAMES[1], "second", b"image")
         assert library.kernels() == [CONFIG]
-        assert library.resolve("t1_fp32") == CONFIG
+        assert library.resolve("z1_fp32") == CONFIG
         assert numbers == {NAMES[0]: 7, NAMES[1]: 8}
 
     def test_keeps_what_the_library_points_to(self, numbers, known):
         library.register(NAMES[0], "first", b"image")
         assert library._kept == [(NAMES[0].encode(), b"first", b"image\0")]
 
-    @pytest.mark.parametrize("name", ["t1_fp32", "t1_fp32__other", "nothing", "t9_fp32__square"])
+    @pytest.mark.parametrize("name", ["z1_fp32", "z1_fp32__other", "nothing", "z9_fp32__square"])
     def test_refuses_a_name_of_no_kernel(self, numbers, known, name):
-        with pytest.raises(ValueError, match=r"t1_fp32 has|short form|does not exist"):
+        with pytest.raises(ValueError, match=r"z1_fp32 has|short form|does not exist"):
             library.register(name, "symbol", b"image")
         assert numbers == {}
 
@@ -162,15 +162,15 @@ class TestText:
     def test_of_each_kernel_is_a_unit_with_its_own_arguments(self):
         for function, struct in (("square", "SquareArgs"), ("reverse", "ReverseArgs")):
             text = kernel_unit(CONFIG, function, name=CONFIG.kernels[function])
-            assert f"struct t1_fp32__{function} {{" in text
-            assert f"t1::{function}<Kernels>" in text
+            assert f"struct z1_fp32__{function} {{" in text
+            assert f"z1::{function}<Kernels>" in text
             assert f"sizeof({struct})" in text
 
     def test_of_the_map_has_both_in_one_entry(self):
         text = kernel_map_header(TOY_FAMILY, [CONFIG])
-        assert "{t1_fp32__square_kernel(), t1_fp32__reverse_kernel()}}," in text
+        assert "{z1_fp32__square_kernel(), z1_fp32__reverse_kernel()}}," in text
         assert "std::map<ToyConfig, std::vector<Kernel>> toy_kernels" in text
 
     def test_of_a_symbol_names_the_config(self, known):
         for function in CONFIG.kernels:
-            assert config_from_symbol(f"void t1::{function}<t1_fp32>(Args)") == CONFIG
+            assert config_from_symbol(f"void z1::{function}<z1_fp32>(Args)") == CONFIG

@@ -94,11 +94,11 @@ _REVERSE = StructLayout(
 
 @dataclass(frozen=True)
 class ToyConfig(Config):
-    """Its kernels are named t1_fp32__square and t1_fp32__reverse."""
+    """Its kernels are named z1_fp32__square and z1_fp32__reverse."""
 
-    example: ClassVar[str] = "t1_fp32"
+    example: ClassVar[str] = "z1_fp32"
 
-    toy: int = number("t")
+    toy: int = number("z")
     dtype: Element = element()
 
     @property
@@ -168,7 +168,7 @@ TOY_FAMILY = Family(
     name="toy",
     title="two kernels that share a buffer",
     operation=TOY,
-    prefix="t",
+    prefix="z",
     rank=99,
     config=ToyConfig,
     base=MappingProxyType({}),
@@ -229,8 +229,8 @@ ret;
 
 
 def toy_ptx(config: ToyConfig, function: str) -> str:
-    """The PTX of a kernel, under the symbol of t1::function<config>."""
-    names = "".join(f"{len(name)}{name}" for name in ("t1", function))
+    """The PTX of a kernel, under the symbol of z1::function<config>."""
+    names = "".join(f"{len(name)}{name}" for name in ("z1", function))
     argument = config.short_form()
     symbol = f"_ZN{names}I{len(argument)}{argument}EEvv"
     return f"{_HEAD}\n.visible .entry {symbol}({_BODIES[function]}"

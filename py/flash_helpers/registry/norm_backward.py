@@ -42,8 +42,6 @@ THREADS_PER_SM = 1536  # on all GPUs from sm_80 on
 COLUMN_LANES = 32  # of a thread block that sums columns: each has a chunk, or a column
 COMBINE_WARPS = 32  # of a thread block that adds partial sums
 LANE_COLUMNS = 4
-WIDE = 32768  # columns, from which COMBINE has WIDE_WARPS, so that all of its blocks run at once
-WIDE_WARPS = 8
 PADDING = 8  # a row of partial sums ends at a multiple of as many columns, in any dtype
 
 # Kernels, by their C++ functions.
@@ -140,14 +138,11 @@ class NormBackwardKernels(Config):
             "width": (problem.width,),
             "parts": (parts,),
         }
-        blocks = {function: self.block(function)[0] for function in grids}
-        if WIDE_SUMS in self.step.traits and problem.width >= WIDE:
-            blocks[COMBINE] = WIDE_WARPS * COLUMN_LANES
         launches = tuple(
             Launch(
                 kernel=self.kernels[function],
                 grid=(grids[function], 1, 1),
-                block=blocks[function],
+                block=self.block(function)[0],
                 shared_bytes=self.block(function)[1],
                 layout=ARGUMENTS,
                 values=values,

@@ -61,7 +61,7 @@ class NormBackwardStagedKernelConfig(NormBackwardKernels, RowConfig):
     n_warps: int = number("w", "of the thread block")
     chunks: int = number("c", "of 16 bytes of the row, of which a thread has the columns")
     row_threads: int = number("t", "that have a row")
-    stages: int = number("s", "rows of a thread in shared memory: one in use, others on their way")
+    staged_rows: int = number("s", "of a thread in shared memory: one in use, others on their way")
     rms: bool = flag("rms", "RMS norm instead of layer norm", default=False)
 
     @property
@@ -88,7 +88,7 @@ class NormBackwardStagedKernelConfig(NormBackwardKernels, RowConfig):
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block of rows in bytes: x and dy of each stage, and weight;
         sums of each warp, for two rows; sums of each column where warps have rows of their own."""
-        chunks = (2 * self.stages + 1) * self.chunks * self.n_threads * CHUNK_BYTES
+        chunks = (2 * self.staged_rows + 1) * self.chunks * self.n_threads * CHUNK_BYTES
         columns = self.pass_elements if self.threads_per_row < self.n_threads else 0
         return chunks + FLOAT.size * (4 * self.n_warps + self.sums * columns)
 
@@ -101,14 +101,14 @@ class NormBackwardStagedKernelConfig(NormBackwardKernels, RowConfig):
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
         super().check()
-        if self.stages < STAGES[0]:
-            raise ValueError(f"stages {self.stages} is below {STAGES[0]}: choose 2 or 3")
+        if self.staged_rows < STAGES[0]:
+            raise ValueError(f"staged_rows {self.staged_rows} is below {STAGES[0]}: choose 2 or 3")
         most = {target: gpu.LIMITS[int(target)].smem_bytes for target in TARGETS}
         if self.smem_bytes > max(most.values()):
             limits = ", ".join(f"sm_{target}: {limit}" for target, limit in most.items())
             raise ValueError(
-                f"stages {self.stages} with n_warps {self.n_warps} and chunks {self.chunks} need "
-                f"{self.smem_bytes} bytes of shared memory, over every limit ({limits}): lower one "
+                f"staged_rows {self.staged_rows} with n_warps {self.n_warps} and chunks {self.chunks} "
+                f"need {self.smem_bytes} bytes of shared memory, over every limit ({limits}): lower one "
                 "of them"
             )
 
@@ -146,8 +146,8 @@ def resident_blocks(device: Device, n_threads: int, registers: int, smem_bytes: 
 
 
 def competing_stages(width: int, dtype: Element) -> list[Fields]:
-    """Return n_warps, chunks, row_threads and stages with which the threads of a row have just its
-    chunks; none for rows that no block has room for."""
+    """Return n_warps, chunks, row_threads and staged_rows with which the threads of a row have just
+    its chunks; none for rows that no block has room for."""
     found: list[Fields] = []
     for chunks in CHUNKS:
         row_threads = width * dtype.bytes // (chunks * CHUNK_BYTES)
@@ -156,7 +156,7 @@ def competing_stages(width: int, dtype: Element) -> list[Fields]:
             n_warps = max(LEAST_WARPS, row_threads // gpu.WARP)
             stages = 2 if chunks * n_warps > MOST_CHUNKS_OF_3 else 3
             shape = {"n_warps": n_warps, "chunks": chunks, "row_threads": row_threads}
-            found.append({**shape, "stages": stages})
+            found.append({**shape, "staged_rows": stages})
     return found
 
 
@@ -175,7 +175,7 @@ NORM_BACKWARD_STAGED = Family(
     rank=20,
     config=NormBackwardStagedKernelConfig,
     base=MappingProxyType(
-        {"n_warps": 8, "chunks": 2, "row_threads": 256, "stages": 3, "rms": False}
+        {"n_warps": 8, "chunks": 2, "row_threads": 256, "staged_rows": 3, "rms": False}
     ),
     entries=(
         StepEntry(
@@ -187,7 +187,7 @@ NORM_BACKWARD_STAGED = Family(
                 "n_warps": (4, 8, 16),
                 "chunks": CHUNKS,
                 "row_threads": ROW_THREADS_TRIED,
-                "stages": STAGES,
+                "staged_rows": STAGES,
                 "rms": (False, True),
             },
             traits=frozenset(

@@ -85,9 +85,9 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
 
     The result is the first of these that supports the problem:
       1. configs that were measured on the nearest problem of a grid, on a GPU of this name or else
-         on another of its compute capability, the fastest expected first (`Choices.ranked`); of
-         several files of a GPU that with the nearest problem counts first, and files that tell
-         nothing of the problem (`Choices.tells_of`) come last;
+         on another of its compute capability, the fastest expected first (`Choices.ranked`). Of
+         several files of a GPU that with the nearest problem counts first. Files that tell nothing
+         of the problem (`Choices.tells_of`) come last;
       2. of the preferred steps (`Family.preferred`) of each family that runs on the device, the
          newest family first: winners of their sweeps for such problems, of a family the fastest for
          this problem first (`BestConfig.for_problem`), and their variants (`Config.variants`);

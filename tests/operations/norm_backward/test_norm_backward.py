@@ -445,7 +445,7 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("w1_bf16_w4_c1_t8_s1", "stages 1 is below 2: choose 2 or 3"),
+        ("w1_bf16_w4_c1_t8_s1", "staged_rows 1 is below 2: choose 2 or 3"),
         ("w1_bf16_w16_c4_t512_s4", "need 294,?[0-9]* bytes|over every limit"),
         ("w1_bf16_w32_c1_t512_s2", "need 80 registers per thread, of which there are 64"),
     ],
