@@ -107,9 +107,9 @@ class NormBackwardStagedKernelConfig(NormBackwardKernels, RowConfig):
         if self.smem_bytes > max(most.values()):
             limits = ", ".join(f"sm_{target}: {limit}" for target, limit in most.items())
             raise ValueError(
-                f"staged_rows {self.staged_rows} with n_warps {self.n_warps} and chunks {self.chunks} "
-                f"need {self.smem_bytes} bytes of shared memory, over every limit ({limits}): lower one "
-                "of them"
+                f"staged_rows {self.staged_rows} with n_warps {self.n_warps} and chunks "
+                f"{self.chunks} need {self.smem_bytes} bytes of shared memory, over every limit "
+                f"({limits}): lower one of them"
             )
 
     def variants(self) -> tuple[NormBackwardStagedKernelConfig, ...]:
