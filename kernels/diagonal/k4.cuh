@@ -19,8 +19,8 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: on an H200 97% of a copy's speed at widths of 64 and 256, where k3 has 34% and 88%, and a
-// point more than k3 at 1024 and 65536.
+// Verdict: on an H200 97% of a copy's speed at widths of 64 and 256, where k3 has 34% and 88%, and
+// a point more than k3 at 1024 and 65536.
 //
 // Phases: 1 rows, 2 B and a to registers, 3 C = a · B.
 

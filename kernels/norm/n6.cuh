@@ -8,10 +8,10 @@
 //      last.
 //   3. This takes rows of up to 32 threads, lanes of a warp. n4's code takes all others.
 //
-// Why: the PTX of n5 loads all rows of a thread before the first sum, but its SASS does not. To save
-// registers, ptxas moves a load behind a branch down to the block that uses it. With 4 rows per
-// thread, n5 loads the second row where it has stored mean and rstd of the first. An SM with 896
-// threads has 14 KB in flight, and an H200 needs about 16 KB of x per SM and microsecond.
+// Why: the PTX of n5 loads all rows of a thread before the first sum, but its SASS does not. To
+// save registers, ptxas moves a load behind a branch down to the block that uses it. With 4 rows
+// per thread, n5 loads the second row where it has stored mean and rstd of the first. An SM with
+// 896 threads has 14 KB in flight, and an H200 needs about 16 KB of x per SM and microsecond.
 //   In the SASS of n6 the 4 loads stand together: 64 bytes per thread, 56 KB per SM. 432
 // instructions take 4 chunks.
 //   Cost: 72 registers for 4 chunks.

@@ -12,8 +12,8 @@
 // Why: at a width of 64 a thread of r1 has one chunk of 16 bytes, and an SM with 1280 threads has
 // 20 KB in flight. An H200 needs about 16 KB of x per SM and microsecond, and a thread spends most
 // of its time on other things than that load. 4 rows are 64 bytes per thread.
-//   Step n5 has the same order in its PTX, but not in its SASS: ptxas moves a load behind a branch down
-// to the block that uses it, and a thread has one row in flight.
+//   Step n5 has the same order in its PTX, but not in its SASS: ptxas moves a load behind a branch
+// down to the block that uses it, and a thread has one row in flight.
 //   It looks for no head, tail or edges. 349 instructions of SASS take 4 chunks.
 //   Cost: 4 registers for each chunk of each row.
 // Expected, as a share of a copy: 95% at widths of 64 and 128; as r1 from 256 on.
