@@ -356,15 +356,6 @@ def test_the_grid_is_what_registers_and_shared_memory_leave_room_for(
     assert rows.grid[0] == blocks
 
 
-@pytest.mark.parametrize(("width", "warps"), [(16384, 32), (32768, 8)])
-def test_all_blocks_that_add_partial_sums_run_at_once(width: int, warps: int) -> None:
-    config = NormBackwardStagedKernelConfig.from_short_form("w1_bf16_w8_c2_t256_s3")
-    problem = full(200, width, Element.BF16)
-    _, combine = config.call(problem, problem.strides(), largest_device(90)).launches
-    assert (combine.block, combine.grid[0]) == (32 * warps, 2 * width // 128)
-    assert combine.grid[0] * combine.block <= 132 * 2048
-
-
 def test_empty_rows_and_columns_are_computed_without_a_kernel(
     bf16: LayerNormBackwardKernelConfig,
 ) -> None:
