@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix_digest import RECORD, family_digest
+from matrix_digest import RECORD, matrix_digests
 from matrix_runs import OPTION, MatrixRuns
 from simulated_work import SimulatedWork
 from warm_python import warm_python
@@ -46,18 +46,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         OPTION,
         action="store_true",
-        help="of matrix tests, those of the families that are not closed, and of the closed ones "
-        "whose kernels, simulator or checks are not those that passed (tests/matrix.json)",
+        help="of matrix tests, those whose kernels, simulator or checks are not those that passed "
+        "(tests/matrix.json)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000)  # as in the tools: see quiet_start
     chosen = config.getoption("markexpr")
+    work = SimulatedWork(FAMILIES, "matrix_budget" if "matrix" in chosen else "simulated_budget")
     if "seeds" not in chosen:  # which runs one simulation hundreds of times
-        budget = "matrix_budget" if "matrix" in chosen else "simulated_budget"
-        config.pluginmanager.register(SimulatedWork(FAMILIES, budget))
-    config.pluginmanager.register(MatrixRuns(FAMILIES, RECORD, family_digest))
+        config.pluginmanager.register(work)
+    runs = MatrixRuns(FAMILIES, RECORD, matrix_digests, work.over_budget)
+    config.pluginmanager.register(runs)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -1,12 +1,10 @@
-"""The matrix of a family runs again when what it depends on has changed, and its record is written
-by a run in which all of it passed."""
+"""A matrix test runs again when what it depends on has changed, and the record is written by a run
+in which all tests of a family in a file passed."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,18 +14,15 @@ from matrix_digest import (
     kernels_digest,
     load_record,
     ptx_code,
+    rooms,
     save_record,
     with_support,
 )
-from matrix_runs import why_due
 
-from flash_helpers.kernel_configs import FAMILIES
-from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.overlap import OVERLAP
 
 ROOT = Path(__file__).resolve().parents[1]
-PASSED = MatrixDigest(compiler="13.0", kernels="a", simulator="b", checks="c")
-OPEN = replace(AMPERE, closed=False)
+PASSED = MatrixDigest(kernels="a", sources="b")
 
 PTX = """\
 //
@@ -45,30 +40,16 @@ PTX = """\
 # -- what is due -----------------------------------------------------------------------------------
 
 
-def test_a_closed_family_that_is_what_passed_is_not_due() -> None:
-    assert why_due(AMPERE, PASSED, PASSED) == []
+def test_what_passed_is_not_due() -> None:
+    assert PASSED.differences(PASSED) == []
 
 
-def test_a_family_that_is_not_closed_is_always_due() -> None:
-    assert why_due(OPEN, PASSED, PASSED) == ["it is not closed"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ("kernels", "its PTX or launches differ from what passed"),
-        ("simulator", "the simulator differs from what passed"),
-        ("checks", "its checks differ from what passed"),
-    ],
-)
-def test_a_closed_family_is_due_when_what_it_depends_on_differs(changed: str, reason: str) -> None:
-    assert why_due(AMPERE, replace(PASSED, **{changed: "other"}), PASSED) == [reason]
-
-
-def test_a_closed_family_without_a_record_or_of_another_compiler_is_due() -> None:
-    assert why_due(AMPERE, PASSED, None) == ["no run has passed yet"]
-    newer = replace(PASSED, compiler="13.1", kernels="other")
-    assert why_due(AMPERE, newer, PASSED) == ["the PTX is of 13.1, and that which passed of 13.0"]
+def test_what_differs_from_what_passed_is_due() -> None:
+    assert PASSED.differences(None) == ["no run has passed yet"]
+    assert MatrixDigest("c", "b").differences(PASSED) == ["the kernels differ from what passed"]
+    assert MatrixDigest("a", "c").differences(PASSED) == [
+        "the test, or what it imports, differs from what passed"
+    ]
 
 
 # -- digests ---------------------------------------------------------------------------------------
@@ -80,12 +61,13 @@ def test_the_code_of_ptx_is_without_lines_and_folders() -> None:
     assert ptx_code(PTX) == ".target sm_80\n{\nmov.u32 \t%r1, %tid.x;\n}"
 
 
-def test_another_instruction_and_another_launch_are_another_kernel() -> None:
+def test_another_instruction_launch_or_compiler_is_another_kernel() -> None:
     config = OVERLAP.progression()[0]
     texts = {config.short_form(): PTX}
     digest = kernels_digest([config], texts)
     assert digest == kernels_digest([config], {config.short_form(): PTX.replace("90 0", "91 0")})
     assert digest != kernels_digest([config], {config.short_form(): PTX.replace("%r1", "%r2")})
+    assert digest != kernels_digest([config], {config.short_form(): PTX.replace(".88", ".89")})
     other = config.replace(static_row_stride=0)
     assert digest != kernels_digest([other], {other.short_form(): PTX})
 
@@ -108,27 +90,40 @@ def test_the_support_of_a_test_is_what_it_imports_and_what_that_imports(tmp_path
     (support / "third.py").write_text("")
     test = tmp_path / "tests/test_it.py"
     test.write_text("from first import f\n")
-    found = with_support(tmp_path, [test])
+    found = with_support(tmp_path, test)
     assert {path.name for path in found} == {"test_it.py", "first.py", "second.py"}
 
 
-def test_a_record_keeps_what_it_says_of_other_families(tmp_path) -> None:
+def test_a_test_depends_on_the_rooms_that_it_imports_and_on_those_of_every_test(tmp_path) -> None:
+    helpers = tmp_path / "py/flash_helpers"
+    folders = ("check", "export/c", "ptx", "registry", "runtime", "sass")
+    for folder in folders:
+        (helpers / folder).mkdir(parents=True)
+        (helpers / folder / "it.py").write_text("")
+    (helpers / "gpu.py").write_text("")
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "from flash_helpers.export.c.it import f\n"
+        "from flash_helpers.gpu import g\n"
+        "from flash_helpers.registry.it import h\n"
+    )
+    found = {path.relative_to(helpers).as_posix() for path in rooms(tmp_path, test)}
+    assert found == {"check/it.py", "export/c/it.py", "gpu.py", "ptx/it.py", "runtime/it.py"}
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path) -> None:
     path = tmp_path / "matrix.json"
     assert load_record(path) == {}
-    save_record(path, {"ampere": PASSED})
-    other = replace(PASSED, checks="d")
-    save_record(path, {"hopper": other})
-    assert load_record(path) == {"ampere": PASSED, "hopper": other}
-
-
-def test_the_record_has_closed_families_alone() -> None:
-    record = load_record(ROOT / "tests/matrix.json")
-    assert {*record} <= {family.name for family in FAMILIES.values() if family.closed}
+    record = {
+        ("hopper", "tests/test_it.py"): PASSED,
+        ("ampere", "tests/test_it.py"): MatrixDigest("c", "d"),
+    }
+    save_record(path, record)
+    assert load_record(path) == record
 
 
 # -- runs ------------------------------------------------------------------------------------------
 
-# Three families: ampere and hopper, which are closed, and overlap, which is not.
 CONFTEST = """
 from pathlib import Path
 
@@ -140,9 +135,13 @@ from flash_helpers.kernel_configs import FAMILIES
 HERE = Path(__file__).parent
 
 
-def digest_of(family, tests):
-    names = sorted(path.name for path in tests)
-    return MatrixDigest("13.0", family.name, (HERE / "simulator.txt").read_text(), " ".join(names))
+def digests_of(family, tests):
+    kernels = (HERE / "kernels.txt").read_text()
+    return {path: MatrixDigest(kernels, f"{family.name} {path.name}") for path in tests}
+
+
+def over_budget():
+    return (HERE / "over_budget.txt").read_text().split()
 
 
 def pytest_addoption(parser):
@@ -151,7 +150,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     families = {name: FAMILIES[name] for name in ("ampere", "overlap", "hopper")}
-    config.pluginmanager.register(MatrixRuns(families, HERE / "matrix.json", digest_of))
+    runs = MatrixRuns(families, HERE / "matrix.json", digests_of, over_budget)
+    config.pluginmanager.register(runs)
 """
 TESTS = """
 import pytest
@@ -176,6 +176,14 @@ def test_of_hopper():
 def test_of_the_first_tier():
     pass
 """
+MORE_TESTS = """
+import pytest
+
+
+@pytest.mark.matrix("hopper")
+def test_more_of_hopper():
+    pass
+"""
 SETTINGS = """
 [pytest]
 testpaths = tests
@@ -186,10 +194,12 @@ markers = matrix: of a family
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A suite of a test file, all of whose tests pass."""
+    """A suite of two test files, all of whose tests pass."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/conftest.py").write_text(CONFTEST)
-    (tmp_path / "tests/simulator.txt").write_text("first")
+    (tmp_path / "tests/kernels.txt").write_text("first")
+    (tmp_path / "tests/over_budget.txt").write_text("")
+    (tmp_path / "tests/test_more.py").write_text(MORE_TESTS)
     (tmp_path / "pytest.ini").write_text(SETTINGS.replace("SUPPORT", str(ROOT / "tests/support")))
     write_tests(tmp_path, "pass")
     return tmp_path
@@ -205,29 +215,40 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def recorded(folder: Path) -> set[str]:
-    """The families of the record."""
+IT, MORE = "tests/test_it.py", "tests/test_more.py"
+AMPERE, OVERLAP_TEST, HOPPER, MORE_OF_HOPPER = (
+    ("ampere", IT),
+    ("overlap", IT),
+    ("hopper", IT),
+    ("hopper", MORE),
+)
+ALL = {AMPERE, OVERLAP_TEST, HOPPER, MORE_OF_HOPPER}
+
+
+def recorded(folder: Path) -> set[tuple[str, str]]:
+    """The families and files of the record."""
     return {*load_record(folder / "tests/matrix.json")}
 
 
 @pytest.mark.slow
 class TestRuns:
     @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_that_pass_record_the_closed_families(self, folder: Path, workers: str) -> None:
+    def test_that_pass_are_recorded(self, folder: Path, workers: str) -> None:
         result = run(folder, "-m", "matrix", "-n", workers)
         assert result.returncode == 0, result.stdout
-        assert "5 passed" in result.stdout
-        assert "matrix: ampere, hopper: passed, matrix.json says so" in result.stdout
+        assert "6 passed" in result.stdout
+        assert "matrix: 4 parts of ampere, hopper, overlap: passed, matrix.json" in result.stdout
         assert load_record(folder / "tests/matrix.json") == {
-            name: MatrixDigest("13.0", name, "first", "test_it.py") for name in ("ampere", "hopper")
+            (family, file): MatrixDigest("first", f"{family} {Path(file).name}")
+            for family, file in ALL
         }
 
     @pytest.mark.parametrize(
-        ("arguments", "families"),
+        ("arguments", "parts"),
         [
-            (["-m", "matrix", "-k", "hopper or n0"], {"hopper"}),
-            (["-m", "matrix", "--deselect", "tests/test_it.py::test_of_hopper"], {"ampere"}),
-            (["-m", "matrix", "tests/test_it.py"], set()),
+            (["-m", "matrix", "-k", "hopper or n0"], {HOPPER, MORE_OF_HOPPER}),
+            (["-m", "matrix", "--deselect", f"{IT}::test_of_hopper"], ALL - {HOPPER}),
+            (["-m", "matrix", IT], set()),
             (["-m", "matrix", "tests"], set()),
             (["-m", "matrix", "--lf"], set()),
             (["-m", "matrix", "--ignore", "tests/other"], set()),
@@ -236,44 +257,53 @@ class TestRuns:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else None,
     )
-    def test_of_a_part_record_no_family_that_they_leave_tests_out_of(
-        self, folder: Path, arguments: list[str], families: set[str]
+    def test_that_leave_tests_out_record_nothing_of_their_family_and_file(
+        self, folder: Path, arguments: list[str], parts: set[tuple[str, str]]
     ) -> None:
         assert run(folder, *arguments).returncode == 0
-        assert recorded(folder) == families
+        assert recorded(folder) == parts
 
     @pytest.mark.parametrize("runs", ["assert False", "pytest.skip()"])
-    def test_in_which_a_test_fails_or_is_skipped_do_not_record_it(
+    def test_in_which_a_test_fails_or_is_skipped_record_the_rest(
         self, folder: Path, runs: str
     ) -> None:
         write_tests(folder, runs)
         result = run(folder, "-m", "matrix", "-n", "2")
-        failed = "assert" in runs
-        assert result.returncode == int(failed)
-        assert recorded(folder) == (set() if failed else {"ampere"})
+        assert result.returncode == int("assert" in runs)
+        assert recorded(folder) == ALL - {HOPPER}
+
+    def test_record_nothing_of_a_family_that_is_over_its_budget(self, folder: Path) -> None:
+        (folder / "tests/over_budget.txt").write_text("hopper")
+        assert run(folder, "-m", "matrix").returncode == 0
+        assert recorded(folder) == {AMPERE, OVERLAP_TEST}
 
     def test_of_what_is_due_say_why_and_leave_the_rest_out(self, folder: Path) -> None:
-        digest = MatrixDigest("13.0", "ampere", "first", "test_it.py")
-        save_record(folder / "tests/matrix.json", {"ampere": digest})
+        passed = MatrixDigest("first", "ampere test_it.py")
+        save_record(
+            folder / "tests/matrix.json",
+            {AMPERE: passed, HOPPER: MatrixDigest("first", "other"), ("hopper", "gone.py"): passed},
+        )
         result = run(folder, "-m", "matrix", "--due", "-n", "2")
-        assert "2 passed" in result.stdout, result.stdout
+        assert "3 passed" in result.stdout, result.stdout
         assert "matrix: ampere: not due, it is what passed" in result.stdout
-        assert "matrix: overlap: due, it is not closed" in result.stdout
-        assert "matrix: hopper: due, no run has passed yet" in result.stdout
-        assert recorded(folder) == {"ampere", "hopper"}
+        assert "matrix: overlap: due, no run has passed yet: test_it.py" in result.stdout
+        assert "matrix: hopper: due, no run has passed yet: test_more.py" in result.stdout
+        assert (
+            "matrix: hopper: due, the test, or what it imports, differs from what passed: "
+            "test_it.py" in result.stdout
+        )
+        assert recorded(folder) == ALL
 
-    def test_begin_anew_with_another_simulator(self, folder: Path) -> None:
+    def test_begin_anew_with_other_kernels(self, folder: Path) -> None:
         assert run(folder, "-m", "matrix").returncode == 0
-        (folder / "tests/simulator.txt").write_text("second")
+        (folder / "tests/kernels.txt").write_text("second")
         result = run(folder, "-m", "matrix", "--due")
-        assert "matrix: hopper: due, the simulator differs from what passed" in result.stdout
-        assert "5 passed" in result.stdout
-        record = json.loads((folder / "tests/matrix.json").read_text())
-        assert record["hopper"]["simulator"] == "second"
+        assert "matrix: hopper: due, the kernels differ from what passed" in result.stdout
+        assert "6 passed" in result.stdout
+        record = load_record(folder / "tests/matrix.json")
+        assert {digest.kernels for digest in record.values()} == {"second"}
 
     def test_of_nothing_that_is_due_succeed(self, folder: Path) -> None:
-        text = TESTS.replace('@pytest.mark.matrix("overlap")\n', "").replace("RUNS", "pass")
-        (folder / "tests/test_it.py").write_text(text)
         assert run(folder, "-m", "matrix").returncode == 0
         result = run(folder, "-m", "matrix", "--due", "-n", "2")
         assert (result.returncode, "passed in" in result.stdout) == (0, False), result.stdout
@@ -298,7 +328,3 @@ class TestRuns:
         result = run(folder, "-m", "matrix")
         assert result.returncode == pytest.ExitCode.USAGE_ERROR
         assert "test_of_hopper: name the family" in result.stderr + result.stdout
-
-
-def test_a_digest_is_a_record_of_texts() -> None:
-    assert MatrixDigest(**json.loads(json.dumps(asdict(PASSED)))) == PASSED

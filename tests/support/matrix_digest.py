@@ -17,13 +17,17 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.family import Family
-from flash_helpers.runtime.library import ptx_path
+from flash_helpers.runtime.library import ptx_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/matrix.json"
 SUPPORT = "tests/support"
 HELPERS = "py/flash_helpers"
-SIMULATOR = (f"{HELPERS}/ptx", f"{HELPERS}/runtime")
+ALWAYS = ("check", "ptx", "runtime")
+"""The rooms of flash_helpers that every matrix test depends on."""
+IN_KERNELS = ("kernel_configs", "operations", "registry")
+"""The rooms of which a family's kernels and its own operation are all that its tests depend on."""
+DIGITS = 16
 
 _COMPILER = re.compile(r"^// Cuda compilation tools, (release .*)$", re.MULTILINE)
 # Comments, lines of the source and names of its files, with the compiler's folder among them.
@@ -32,33 +36,26 @@ _NO_CODE = re.compile(r"//.*|^\s*\.(?:loc|file)\b.*", re.MULTILINE)
 
 @dataclass(frozen=True)
 class MatrixDigest:
-    """What the matrix tests of a family depend on.
+    """What the matrix tests of a family in one file depend on.
 
-    compiler: that the PTX comes from. kernels: digest of the PTX and of the launches at the corners
-    that the configs declare. simulator: digest of the sources that run them. checks: digest of the
-    sources that say what is right: references, planted faults, and the tests.
+    kernels: digest of the PTX, of the compiler that it comes from, and of the launches at the
+    corners that the configs declare. sources: digest of the sources that run the kernels and say
+    what is right: simulator, checks, the family's operation, the test file, and what it imports.
     """
 
-    compiler: str
     kernels: str
-    simulator: str
-    checks: str
+    sources: str
 
     def differences(self, recorded: MatrixDigest | None) -> list[str]:
         """Return why this is not what passed, in words; nothing if it is."""
         if recorded is None:
             return ["no run has passed yet"]
-        if self.compiler != recorded.compiler:
-            return [f"the PTX is of {self.compiler}, and that which passed of {recorded.compiler}"]
         words = {
-            "kernels": "its PTX or launches differ",
-            "simulator": "the simulator differs",
-            "checks": "its checks differ",
+            "kernels": "the kernels differ from what passed",
+            "sources": "the test, or what it imports, differs from what passed",
         }
         return [
-            f"{text} from what passed"
-            for name, text in words.items()
-            if getattr(self, name) != getattr(recorded, name)
+            text for name, text in words.items() if getattr(self, name) != getattr(recorded, name)
         ]
 
 
@@ -76,29 +73,40 @@ def files_digest(root: Path, paths: Iterable[Path]) -> str:
         data = path.read_bytes()
         found.update(f"{path.relative_to(root)}\0{len(data)}\0".encode())
         found.update(data)
-    return found.hexdigest()
+    return found.hexdigest()[:DIGITS]
 
 
-def sources(root: Path, folder: str) -> Iterator[Path]:
-    """Yield the Python files below a folder of the root."""
-    return (root / folder).rglob("*.py")
+def imported(path: Path) -> Iterator[str]:
+    """Yield the names of the modules that a Python file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
-def with_support(root: Path, tests: Iterable[Path]) -> set[Path]:
-    """Return test files and the modules of tests/support that they import, and that these do."""
+def with_support(root: Path, test: Path) -> set[Path]:
+    """Return a test file and the modules of tests/support that it imports, and that these do."""
     found: set[Path] = set()
-    waiting = [*tests]
+    waiting = [test]
     while waiting:
         path = waiting.pop()
-        if path in found:
-            continue
-        found.add(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules = (root / SUPPORT / f"{name}.py" for name in names)
+        if path not in found:
+            found.add(path)
+            modules = (root / SUPPORT / f"{name}.py" for name in imported(path))
             waiting += [module for module in modules if module.is_file()]
     return found
+
+
+def rooms(root: Path, test: Path) -> set[Path]:
+    """Return the sources of the rooms of flash_helpers that a test file imports itself, and of
+    those that every test depends on."""
+    parts = (name.split(".") for name in imported(test))
+    names = {part[1] for part in parts if part[0] == "flash_helpers" and len(part) > 1}
+    folders = {root / HELPERS / name for name in {*ALWAYS, *names} - {*IN_KERNELS}}
+    modules = (folder.with_suffix(".py") for folder in folders)
+    below = (path for folder in folders for path in folder.rglob("*.py"))
+    return {*below, *filter(Path.is_file, modules)}
 
 
 def launches_text(config: Config) -> str:
@@ -113,42 +121,51 @@ def kernels_digest(configs: Iterable[Config], texts: Mapping[str, str]) -> str:
     found = hashlib.sha256()
     for config in configs:
         for name in config.kernels.values():
-            found.update(f"{name}\0{ptx_code(texts[name])}\0".encode())
+            compiler = _COMPILER.search(texts[name])
+            found.update(f"{name}\0{compiler and compiler[1]}\0".encode())
+            found.update(f"{ptx_code(texts[name])}\0".encode())
         found.update(launches_text(config).encode())
-    return found.hexdigest()
+    return found.hexdigest()[:DIGITS]
 
 
-def family_digest(family: Family[Any], tests: Iterable[Path], root: Path = ROOT) -> MatrixDigest:
-    """Return what the matrix tests of a family depend on. tests: the files that hold them.
+def matrix_digests(
+    family: Family[Any], tests: Iterable[Path], root: Path = ROOT
+) -> dict[Path, MatrixDigest]:
+    """Return what the matrix tests of a family depend on, by the files that hold them.
 
-    Raises OSError where a kernel of the committed maps is not built.
+    Raises BuildError if a kernel does not compile.
     """
     configs = [config for config in listed_configs(root) if config.family is family]
-    texts = {
-        name: ptx_path(config, function).read_text()
-        for config in configs
-        for function, name in config.kernels.items()
+    texts = {name: path.read_text() for name, path in ptx_paths(configs).items()}
+    kernels = kernels_digest(configs, texts)
+    operation = [*(root / HELPERS / "operations" / family.operation.name).rglob("*.py")]
+    return {
+        test: MatrixDigest(
+            kernels,
+            files_digest(root, [*operation, *rooms(root, test), *with_support(root, test)]),
+        )
+        for test in tests
     }
-    compilers = {match[1] for text in texts.values() if (match := _COMPILER.search(text))}
-    operation = f"{HELPERS}/operations/{family.operation.name}"
-    checks = [*sources(root, f"{HELPERS}/check"), *sources(root, operation)]
-    return MatrixDigest(
-        compiler=" and ".join(sorted(compilers)),
-        kernels=kernels_digest(configs, texts),
-        simulator=files_digest(root, (path for f in SIMULATOR for path in sources(root, f))),
-        checks=files_digest(root, [*checks, *with_support(root, tests)]),
-    )
 
 
-def load_record(path: Path) -> dict[str, MatrixDigest]:
-    """Return what passed, by family; nothing without a file."""
+Record = dict[tuple[str, str], MatrixDigest]
+"""By family and test file, relative to the root, what passed."""
+
+
+def load_record(path: Path) -> Record:
+    """Return what passed; nothing without a file."""
     if not path.is_file():
         return {}
-    return {name: MatrixDigest(**digest) for name, digest in json.loads(path.read_text()).items()}
+    return {
+        (family, test): MatrixDigest(**digest)
+        for family, tests in json.loads(path.read_text()).items()
+        for test, digest in tests.items()
+    }
 
 
-def save_record(path: Path, passed: Mapping[str, MatrixDigest]) -> None:
-    """Write what passed beside what the file says of other families."""
-    every = {**load_record(path), **passed}
-    document = {name: asdict(every[name]) for name in sorted(every)}
+def save_record(path: Path, record: Record) -> None:
+    """Write what passed."""
+    document: dict[str, dict[str, dict[str, str]]] = {}
+    for (family, test), digest in sorted(record.items(), key=lambda item: item[0]):
+        document.setdefault(family, {})[test] = asdict(digest)
     write_if_different(path, json.dumps(document, indent=1) + "\n")

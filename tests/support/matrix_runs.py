@@ -1,13 +1,13 @@
-"""Which families' matrix tests are due, and the record of those that have passed."""
+"""Which matrix tests are due, and the record of those that have passed."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix_digest import MatrixDigest, load_record, save_record
+from matrix_digest import MatrixDigest, Record, load_record, save_record
 
 from flash_helpers.registry.family import Family
 
@@ -15,12 +15,10 @@ MARKER = "matrix"
 OPTION = "--due"
 KEY = "matrix_runs"
 
-DigestOf = Callable[[Family[Any], Iterable[Path]], MatrixDigest]
-
-
-def why_due(family: Family[Any], digest: MatrixDigest, recorded: MatrixDigest | None) -> list[str]:
-    """Return the reasons why the matrix tests of a family must run; none if they need not."""
-    return digest.differences(recorded) if family.closed else ["it is not closed"]
+DigestsOf = Callable[[Family[Any], Collection[Path]], Mapping[Path, MatrixDigest]]
+Part = tuple[str, str]
+"""The matrix tests of a family in one file: the family's name, and the file, relative to the root.
+"""
 
 
 def family_of(item: pytest.Item) -> str:
@@ -37,24 +35,38 @@ def family_of(item: pytest.Item) -> str:
     return marker.args[0]
 
 
-class MatrixRuns:
-    """A pytest plugin: with --due only the matrix tests of the families that are due run; and a run
-    in which all matrix tests of a closed family passed writes their digest into the record.
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
-    Nothing is written by a run that fails, or of a part of the tests. Under pytest-xdist each
-    worker collects all tests, so that each hands over the same; the controller sees what passed.
+
+class MatrixRuns:
+    """A pytest plugin: with --due only those matrix tests run whose family, file and what these
+    depend on are not as they passed; and a run in which all of a family's matrix tests in a file
+    passed writes their digest into the record.
+
+    The record tells nothing of a part of which a run leaves tests out, and of a family that is over
+    its budget. Under pytest-xdist each worker collects all tests, so that each hands over the same;
+    the controller sees what passed.
     """
 
     def __init__(
-        self, families: Mapping[str, Family[Any]], record: Path, digest_of: DigestOf
+        self,
+        families: Mapping[str, Family[Any]],
+        record: Path,
+        digests_of: DigestsOf,
+        over_budget: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.families = families
         self.record = record
-        self.digest_of = digest_of
-        self.whole: dict[str, tuple[int, MatrixDigest]] = {}
-        """The closed families of which all matrix tests are to run: how many, and their digest."""
+        self.digests_of = digests_of
+        self.over_budget = over_budget
+        self.digests: Record = {}
+        """All there are, where the run looks at all tests."""
+        self.whole: dict[Part, int] = {}
+        """The parts of which all tests are to run: how many they are."""
         self.told: list[str] = []
-        self.passed: Counter[str] = Counter()
+        self.passed: Counter[Part] = Counter()
+        self.failed: set[Part] = set()
 
     # -- what is to run ----------------------------------------------------------------------------
 
@@ -62,8 +74,10 @@ class MatrixRuns:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Iterator[None]:
-        of_item = {item: family for item in items if (family := family_of(item))}
-        for item, family in of_item.items():
+        part_of = {
+            item: (family, file_of(item.nodeid)) for item in items if (family := family_of(item))
+        }
+        for item, (family, _) in part_of.items():
             item.user_properties.append((MARKER, family))
         if MARKER not in config.getoption("markexpr"):
             if config.getoption(OPTION):
@@ -74,77 +88,88 @@ class MatrixRuns:
         )
         if config.getoption(OPTION) and not is_whole:
             raise pytest.UsageError(f"{OPTION} looks at all tests: leave paths and --lf out")
-        digests = self._digests(of_item) if is_whole else {}
+        if is_whole:
+            self.digests = self._digests({*part_of.values()}, config.rootpath)
         if config.getoption(OPTION):
-            due = self._due(digests)
-            left_out = [item for item in items if of_item.get(item) not in due]
-            items[:] = [item for item in items if of_item.get(item) in due]
+            due = self._due()
+            left_out = [item for item in items if part_of.get(item) not in due]
+            items[:] = [item for item in items if part_of.get(item) in due]
             config.hook.pytest_deselected(items=left_out)
         result = yield
-        chosen = Counter(of_item[item] for item in items if item in of_item)
-        there_are = Counter(of_item.values())
-        self.whole = {
-            name: (chosen[name], digest)
-            for name, digest in digests.items()
-            if self.families[name].closed and chosen[name] == there_are[name]
-        }
+        chosen = Counter(part_of[item] for item in items if item in part_of)
+        there_are = Counter(part_of.values())
+        self.whole = {part: n for part, n in chosen.items() if n == there_are[part]}
         return result
 
-    def _digests(self, of_item: Mapping[pytest.Item, str]) -> dict[str, MatrixDigest]:
-        files: dict[str, set[Path]] = {name: set() for name in self.families}
-        for item, name in of_item.items():
-            files[name].add(item.path)
+    def _digests(self, parts: Collection[Part], root: Path) -> Record:
+        files: dict[str, list[Path]] = {}
+        for family, file in sorted(parts):
+            files.setdefault(family, []).append(root / file)
         return {
-            name: self.digest_of(self.families[name], paths)
-            for name, paths in files.items()
-            if paths
+            (family, path.relative_to(root).as_posix()): digest
+            for family, paths in files.items()
+            for path, digest in self.digests_of(self.families[family], paths).items()
         }
 
-    def _due(self, digests: Mapping[str, MatrixDigest]) -> set[str]:
-        recorded, due = load_record(self.record), set()
-        for name, digest in digests.items():
-            reasons = why_due(self.families[name], digest, recorded.get(name))
-            if reasons:
-                due.add(name)
-            text = f"due, {'; '.join(reasons)}" if reasons else "not due, it is what passed"
-            self.told.append(f"matrix: {name}: {text}")
-        return due
+    def _due(self) -> set[Part]:
+        recorded = load_record(self.record)
+        why = {
+            part: reasons
+            for part, digest in self.digests.items()
+            if (reasons := digest.differences(recorded.get(part)))
+        }
+        told: dict[tuple[str, str], list[str]] = {}
+        for (family, file), reasons in why.items():
+            told.setdefault((family, "; ".join(reasons)), []).append(Path(file).name)
+        for (family, text), names in told.items():
+            self.told.append(f"matrix: {family}: due, {text}: {', '.join(names)}")
+        for family in {family for family, _ in self.digests} - {family for family, _ in why}:
+            self.told.append(f"matrix: {family}: not due, it is what passed")
+        self.told.sort()
+        return {*why}
 
     # -- what ran ----------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         family = dict(report.user_properties).get(MARKER)
-        if family is not None and report.when == "call" and report.passed:
-            self.passed[str(family)] += 1
+        if family is not None:
+            part = str(family), file_of(report.nodeid)
+            self.passed[part] += report.when == "call" and report.passed
+            if report.failed:
+                self.failed.add(part)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        found = getattr(node, "workeroutput", {}).get(KEY, {"whole": {}, "told": []})
-        self.told = found["told"]
-        self.whole = {
-            name: (number, MatrixDigest(**digest))
-            for name, (number, digest) in found["whole"].items()
-        }
+        found = getattr(node, "workeroutput", {}).get(KEY)
+        if found is not None:
+            self.told = found["told"]
+            self.digests = {part: MatrixDigest(**digest) for part, digest in found["digests"]}
+            self.whole = dict(found["whole"])
 
     @pytest.hookimpl(trylast=True)  # after what may still fail the run
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            whole = {name: (n, asdict(digest)) for name, (n, digest) in self.whole.items()}
-            output[KEY] = {"whole": whole, "told": self.told}
+            digests = [(part, asdict(digest)) for part, digest in self.digests.items()]
+            output[KEY] = {"told": self.told, "digests": digests, "whole": [*self.whole.items()]}
             return
         if self.told and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK  # nothing was due
-        if session.exitstatus != pytest.ExitCode.OK:
-            return
+        over = self.over_budget()
         passed = {
-            name: digest
-            for name, (number, digest) in self.whole.items()
-            if self.passed[name] == number
+            part: self.digests[part]
+            for part, number in self.whole.items()
+            if part in self.digests and self.passed[part] == number
+            if part not in self.failed and part[0] not in over
         }
         if passed:
-            save_record(self.record, passed)
-            self.told.append(f"matrix: {', '.join(passed)}: passed, {self.record.name} says so")
+            recorded = load_record(self.record)
+            kept = {part: recorded[part] for part in self.digests if part in recorded}
+            save_record(self.record, {**kept, **passed})
+            families = ", ".join(sorted({family for family, _ in passed}))
+            self.told.append(
+                f"matrix: {len(passed)} parts of {families}: passed, {self.record.name} says so"
+            )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self.told:

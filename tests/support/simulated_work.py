@@ -32,14 +32,17 @@ class SimulatedWork:
         """Warp instructions of a family's kernels that the run may simulate."""
         return getattr(self.families[name], self.budget)
 
+    def over_budget(self) -> list[str]:
+        """The families that are over their budgets."""
+        return [name for name in self.families if self.done[name] > self.budget_of(name)]
+
     def excesses(self) -> list[str]:
         """A line for each family that is over its budget."""
         return [
             f"{name}: {self.done[name]:,} warp instructions simulated, over the family's budget of "
             f"{self.budget_of(name):,}: test smaller shapes, or raise the family's {self.budget} "
             "in the registry"
-            for name in self.families
-            if self.done[name] > self.budget_of(name)
+            for name in self.over_budget()
         ]
 
     def pytest_configure(self) -> None:
@@ -66,7 +69,7 @@ class SimulatedWork:
         worker_output = getattr(session.config, "workeroutput", None)
         if worker_output is not None:
             worker_output[KEY] = dict(self.done)
-        elif self.excesses() and session.exitstatus == pytest.ExitCode.OK:
+        elif self.over_budget() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -254,7 +254,6 @@ AMPERE = Family(
     kernels=KERNELS,
     header=HEADER,
     dtypes=DTYPES,
-    closed=True,
     in_library=True,
     # A test whose cache two workers fill counts twice.
     simulated_budget=18_000_000,

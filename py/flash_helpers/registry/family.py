@@ -107,12 +107,12 @@ class Family(Generic[C]):
     name of the C++ function, in the order of their first launch. `header`: the file that defines
     the C++ struct of the config class. `dtypes`: element types that steps are made for.
     `computing`: traits with which a step computes other numbers than the step before it, so that
-    fp16 is worth a kernel of its own. With None every step is listed in every dtype. `closed`: no
-    step will be added. `simulated_budget`: warp instructions of its kernels that one run of the
-    tests may simulate; none for a family that no test simulates. `matrix_budget`: the same for a
-    run of the tests with marker `matrix`. `in_library`: the library holds the fixed configs and
-    the winners of sweeps; what it does not hold is compiled at first use. `also_listed`: configs
-    that are listed beside the progression and the winners. `successor`: a sentence about the
+    fp16 is worth a kernel of its own. With None every step is listed in every dtype.
+    `simulated_budget`: warp instructions of its kernels that one run of the tests may simulate;
+    none for a family that no test simulates. `matrix_budget`: the same for a run of the tests with
+    marker `matrix`. `in_library`: the library holds the fixed configs and the winners of sweeps;
+    what it does not hold is compiled at first use. `also_listed`: configs that are listed beside
+    the progression and the winners. `successor`: a sentence about the
     present name of a short form that a family once had; "" for any other text.
     """
 
@@ -129,7 +129,6 @@ class Family(Generic[C]):
     header: PurePosixPath
     dtypes: tuple[Element, ...]
     computing: frozenset[str] | None = None
-    closed: bool = False
     simulated_budget: int = 0
     matrix_budget: int = 0
     in_library: bool = False

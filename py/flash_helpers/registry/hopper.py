@@ -110,7 +110,6 @@ def tuned_configs() -> list[HopperKernelConfig]:
 HOPPER = Family(
     name="hopper",
     operation=OPERATION,
-    closed=True,
     title="the same attention on Hopper's own units",
     prefix="h",
     rank=2,
