@@ -30,8 +30,11 @@ IN_KERNELS = ("kernel_configs", "operations", "registry")
 DIGITS = 16
 
 _COMPILER = re.compile(r"^// Cuda compilation tools, (release .*)$", re.MULTILINE)
-# Comments, lines of the source and names of its files, with the compiler's folder among them.
-_NO_CODE = re.compile(r"//.*|^\s*\.(?:loc|file)\b.*", re.MULTILINE)
+# Comments, lines of the source, names of its files, with the compiler's folder among them, and the
+# sections for a debugger, where names hold a digest of the folder.
+_NO_CODE = re.compile(
+    r"//.*|^\s*\.(?:loc|file)\b.*|^\s*\.section\s+\.debug\w*\s*\{[^}]*\}", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class MatrixDigest:
 
 
 def ptx_code(text: str) -> str:
-    """Return what a PTX text computes: without comments, and without the lines that name source
-    files, which hold folders of the machine that compiled it."""
+    """Return what a PTX text computes: without comments, and without what holds folders of the
+    machine that compiled it."""
     lines = (line.strip() for line in _NO_CODE.sub("", text).splitlines())
     return "\n".join(filter(None, lines))
 
