@@ -101,19 +101,19 @@ class Step:
 class Family(Generic[C]):
     """A progression of kernels that share a config class and argument structs.
 
-    `prefix`: first letter of the steps' ids. `rank`: families sort by it. `base`: options of a step
-    that sets nothing. `targets`: architectures that the kernels are compiled for, such as "80" or
-    "90a", each with machine code. `kernels`: argument struct of each kernel of a config, by the
-    name of the C++ function, in the order of their first launch. `header`: the file that defines
-    the C++ struct of the config class. `dtypes`: element types that steps are made for.
+    `prefix`: one letter of the steps' ids, or two. `rank`: families sort by it. `base`: options of
+    a step that sets nothing. `targets`: architectures that the kernels are compiled for, such as
+    "80" or "90a", each with machine code. `kernels`: argument struct of each kernel of a config, by
+    the name of the C++ function, in the order of their first launch. `header`: the file that
+    defines the C++ struct of the config class. `dtypes`: element types that steps are made for.
     `computing`: traits with which a step computes other numbers than the step before it, so that
     fp16 is worth a kernel of its own. With None every step is listed in every dtype.
     `simulated_budget`: warp instructions of its kernels that one run of the tests may simulate;
     none for a family that no test simulates. `matrix_budget`: the same for a run of the tests with
     marker `matrix`. `in_library`: the library holds the fixed configs and the winners of sweeps;
     what it does not hold is compiled at first use. `also_listed`: configs that are listed beside
-    the progression and the winners. `successor`: a sentence about the
-    present name of a short form that a family once had; "" for any other text.
+    the progression and the winners. `successor`: a sentence about the present name of a short form
+    that a family once had; "" for any other text.
     """
 
     name: str

@@ -36,7 +36,7 @@ STEP_NAMES = f"a step (9 or v9), a range of steps (v7..v16), a family ({', '.joi
 KERNEL_NAMES = f"{STEP_NAMES}, or the short form of a config"
 
 _DEFAULT_PREFIX = next(iter(FAMILIES.values())).prefix  # of a bare number
-_STEPS = re.compile(r"([a-z]?)(\d+)(?:(?:\.\.|-)([a-z]?)(\d+))?")
+_STEPS = re.compile(r"([a-z]{0,2})(\d+)(?:(?:\.\.|-)([a-z]{0,2})(\d+))?")
 _FILE = re.compile(r"[/\\]|\.(ptx|cubin|fatbin|so|o|cu|cuh)$")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
