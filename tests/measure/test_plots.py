@@ -25,6 +25,7 @@ from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
 from test_benchmark import update_tables
 
+from flash_helpers.compile.codegen import CONFIG_FOLDER
 from flash_helpers.course.stairs import stairs_path
 from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.measure import plots
@@ -54,6 +55,9 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.measure.ring_plot import FILES as RINGS
 from flash_helpers.measure.training_plot import FILES, picture_path
+from flash_helpers.measure.width_plot import width_numbers, width_picture
+from flash_helpers.tune.best import config_for
+from flash_helpers.tune.choices import load_choices
 
 BOTH = (PROGRESSION, SEQ_LEN)
 
@@ -218,7 +222,9 @@ def test_no_text_of_a_committed_plot_is_crossed_in_a_browser(root: Path, tmp_pat
     """The files may be older than the code that draws them."""
     files = [file for names in (FILES, RINGS) for file in (root / RESULTS).parent.glob(names)]
     others = (picture_path(file.stem) for file in files)
-    pictures = [*PLOTS, *map(stairs_path, FAMILIES), *others]
+    widths = width_numbers(load_choices(root / CONFIG_FOLDER), config_for)
+    by_width = (width_picture(group, gpu) for group, gpu in widths)
+    pictures = [*PLOTS, *map(stairs_path, FAMILIES), *others, *by_width]
     with open_browser(tmp_path) as browser:
         struck = {}
         for picture in pictures:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draw the staircases of the course, the losses of trainings, and the speeds of rings of GPUs."""
+"""Draw the staircases of the course, the losses of trainings, the speeds of rings of GPUs, and the
+speeds by width of a row."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flash_helpers.compile.codegen import CHOICE_PATTERN, CONFIG_FOLDER
 from flash_helpers.console.command_line import make_parser, run_tool
 from flash_helpers.console.files import write_if_different
 from flash_helpers.course.stairs import FOLDER, stairs_svg, stale_stairs
@@ -20,14 +22,22 @@ from flash_helpers.measure.ring_plot import FILES as RINGS
 from flash_helpers.measure.ring_plot import ring_svg, stale_rings
 from flash_helpers.measure.training_plot import FILES, stale_trainings, training_svg
 from flash_helpers.measure.training_plot import FOLDER as TRAININGS
+from flash_helpers.measure.width_plot import (
+    TABLES,
+    stale_tables,
+    stale_widths,
+    width_csv,
+    width_svg,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = f"""\
 Draw SVG files that are absent or whose numbers differ from the measurements (needs matplotlib): the
 staircase of each family, of {RESULTS} and the family's own results, into {FOLDER};
-and the losses of each {RESULTS.with_name(FILES)} and the speeds
-of each {RESULTS.with_name(RINGS)}, into {TRAININGS}.
+and the losses of each {RESULTS.with_name(FILES)}, the speeds
+of each {RESULTS.with_name(RINGS)}, and the speeds by width of a row that
+{CONFIG_FOLDER}/{CHOICE_PATTERN} has, into {TRAININGS}, these as CSV into {TABLES} too.
 All other pictures of the course are drawings, committed in docs/images/course.
 """
 
@@ -57,22 +67,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def update(arguments: argparse.Namespace) -> int:
     """Draw or check; returns the exit status. Raises ValueError, OSError and PlotError."""
+    from flash_helpers.tune.best import config_for  # imports torch, for which --help does not wait
+
     root = arguments.root
     stale = {
-        path: (svg, numbers)
-        for svg, found in (
+        path: (text, numbers)
+        for text, found in (
             (stairs_svg, stale_stairs(root)),
             (training_svg, stale_trainings(root)),
             (ring_svg, stale_rings(root)),
+            (width_svg, stale_widths(root, config_for)),
+            (width_csv, stale_tables(root, config_for)),
         )
         for path, numbers in found.items()
     }
-    for path, (svg, numbers) in stale.items():
+    for path, (text, numbers) in stale.items():
         name = path.relative_to(root)
         if arguments.check:
             print(f"{name} is absent or shows other numbers than the measurements")
         else:
-            write_if_different(path, svg(numbers))
+            write_if_different(path, text(numbers))
             print(f"{name} written")
     if not stale:
         print("all is up to date")

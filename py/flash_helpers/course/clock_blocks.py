@@ -45,6 +45,7 @@ from flash_helpers.measure.results import (
     load_results,
 )
 from flash_helpers.measure.staircases import parent_at_tile
+from flash_helpers.measure.width_plot import width_alt, width_numbers, width_picture, width_table
 from flash_helpers.registry.family import CORE, Family, Step
 from flash_helpers.registry.selection import UsageError, names_of
 
@@ -361,12 +362,19 @@ def progression_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def best_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Speeds of the kernels that attention() takes, beside the libraries, by GPU."""
+    """Speeds of the kernels that calls take, beside the libraries, by GPU: tables, and pictures of
+    those by width."""
     from flash_helpers.tune.best import config_for  # imports torch, for which --help does not wait
     from flash_helpers.tune.choices import load_choices
 
     files = load_choices(evidence.root / CONFIG_FOLDER)
-    return grid_tables(files, config_for, arguments.words)
+    parts = [grid_tables(files, config_for, arguments.words)]
+    for (group, gpu), numbers in width_numbers(files, config_for).items():
+        if group in arguments.words:
+            shown = image(width_picture(group, gpu), width_alt(group, numbers), arguments.page)
+            table = relative(width_table(group, gpu), arguments.page)
+            parts.append(f"{shown}\n\nThe numbers of the picture [as CSV]({table}).")
+    return "\n\n".join(parts)
 
 
 def choice_block(evidence: Evidence, arguments: Arguments) -> str:
