@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -555,3 +555,183 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return result(o, None if natural is None else natural.mT, out, lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+# -- levels ----------------------------------------------------------------------------------------
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention of queries whose sequences share keys, such as a prompt, which the cache has once.
+
+    Each level has a part of a query's keys, in sequences of its own: the first ones those that many
+    queries share, the last one each request's own. All queries of a sequence of a level read its
+    keys once. `run` merges the levels by their LSEs, as `merge_states` does; each level's part is
+    rounded to the dtype of q before.
+
+    A level each of whose sequences has one query is computed as by
+    `BatchDecodeWithPagedKVCacheWrapper`, any other as by `BatchPrefillWithPagedKVCacheWrapper`.
+
+    use_cuda_graph: as there. Then each list of buffers has one for each level, and the first plan
+        tells which levels have one query of each sequence.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
+    ) -> None:
+        if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
+            raise ValueError(f"num_levels {num_levels!r}: pass 1 or more")
+        PagedWrapper(float_workspace_buffer, kv_layout)  # refuses what no level takes
+        _check_flag("use_cuda_graph", use_cuda_graph)
+        self._num_levels = num_levels
+        self._workspace, self._kv_layout = float_workspace_buffer, kv_layout
+        self._buffers: list[_Tensors] | None = None
+        if use_cuda_graph:
+            lists = {
+                "qo_indptr_buf_arr": qo_indptr_buf_arr,
+                "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+                "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+                "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+            }
+            self._buffers = self._by_level(lists)
+        self._levels: list[_Level] = []
+        self._is_planned = False
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plans are written to the same memory."""
+        return self._buffers is not None
+
+    def _by_level(self, lists: dict[str, list[torch.Tensor] | None]) -> list[_Tensors]:
+        """Return the tensors of each level. Raises ValueError for lists of another length."""
+        for name, own in lists.items():
+            if own is None or len(own) != self._num_levels:
+                has = "is None" if own is None else f"has {len(own)} tensors"
+                raise ValueError(
+                    f"{name} {has} and num_levels is {self._num_levels}: pass one for each level"
+                )
+        queries, indptr, indices, last = (own or [] for own in lists.values())
+        return [*zip(queries, indptr, indices, last, strict=True)]
+
+    def plan(
+        self,
+        qo_indptr_arr: list[torch.Tensor],
+        paged_kv_indptr_arr: list[torch.Tensor],
+        paged_kv_indices_arr: list[torch.Tensor],
+        paged_kv_last_page_len: list[torch.Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DataType = "float16",
+        kv_data_type: DataType | None = None,
+    ) -> None:
+        """Plan all levels: of each list, a tensor for each level, as the wrappers take them. Every
+        level's qo_indptr ends with the rows of q.
+
+        causal: of the last level alone, whose keys are the last ones.
+        window_left: -1, since the keys before a query are those of several levels.
+        """
+        refuse_unusual(
+            pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction
+        )
+        _check_flag("causal", causal)
+        if window_left != -1:
+            raise ValueError(
+                f"window_left {window_left} is not built for levels: pass -1, or all keys of a "
+                "sequence to one wrapper"
+            )
+        lists: dict[str, list[torch.Tensor] | None] = {
+            "qo_indptr_arr": qo_indptr_arr,
+            "paged_kv_indptr_arr": paged_kv_indptr_arr,
+            "paged_kv_indices_arr": paged_kv_indices_arr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }
+        given = self._by_level(lists)
+        queries = [host("qo_indptr", own) for own, *_ in given]
+        rows = [own[-1] if own else 0 for own in queries]
+        if len({*rows}) > 1:
+            raise ValueError(
+                f"the levels' qo_indptr end with {', '.join(map(str, rows))}: pass the rows of q, "
+                "the same for each"
+            )
+        is_decode = [own == [*range(len(own))] for own in queries]
+        levels, self._is_planned = self._levels, False
+        if not levels or not self.is_cuda_graph_enabled:
+            levels = [self._level(n, alone) for n, alone in enumerate(is_decode)]
+        sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+        options: dict[str, Any] = {
+            "sm_scale": sm_scale,
+            "logits_soft_cap": logits_soft_cap,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }
+        for n, (level, own) in enumerate(zip(levels, given, strict=True)):
+            of_queries, indptr, indices, last = own
+            if isinstance(level, BatchPrefillWithPagedKVCacheWrapper):
+                is_last = n == len(levels) - 1
+                level.plan(
+                    of_queries,
+                    indptr,
+                    indices,
+                    last,
+                    *sizes,
+                    causal=causal and is_last,
+                    **options,
+                )
+            elif is_decode[n]:
+                level.plan(indptr, indices, last, *sizes, **options)
+            else:
+                raise ValueError(
+                    f"level {n} has several queries of a sequence, and had one of each in the "
+                    "first plan: make another wrapper, whose first plan has several"
+                )
+        self._levels, self._is_planned = levels, True
+
+    begin_forward = plan
+
+    def _level(self, n: int, is_decode: bool) -> _Level:
+        """Return the wrapper of a level. is_decode: each of its sequences has one query."""
+        start = self._workspace, self._kv_layout, self.is_cuda_graph_enabled
+        buffers = self._buffers[n] if self._buffers is not None else (None, None, None, None)
+        queries, indptr, indices, last = buffers
+        if is_decode:
+            return BatchDecodeWithPagedKVCacheWrapper(*start, False, indptr, indices, last)
+        return BatchPrefillWithPagedKVCacheWrapper(*start, queries, indptr, indices, last)
+
+    def run(self, q: torch.Tensor, paged_kv_cache: Cache) -> torch.Tensor:
+        """Compute attention of a planned batch; return it, as q.
+
+        q: (rows, num_qo_heads, head_dim), with as many rows as qo_indptr tells.
+        paged_kv_cache: all levels' pages, as for the other wrappers.
+        """
+        if not self._is_planned:
+            raise RuntimeError("run() without a plan: call plan() before")
+        if len(self._levels) == 1:
+            o = self._levels[0].run(q, paged_kv_cache)
+            assert isinstance(o, torch.Tensor)
+            return o
+        parts = (level.run(q, paged_kv_cache, return_lse=True) for level in self._levels)
+        o, lse = (torch.stack(own, 1) for own in zip(*parts, strict=True))
+        return merge_states(o, lse)[0]
+
+    forward = run
+
+
+_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Level: TypeAlias = "BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper"

@@ -12,6 +12,7 @@ from flash_attention import decode, flashinfer
 from flash_attention.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
 )
 from flash_helpers.check.errors import measure_error
 from flash_helpers.operations.attention_forward.reference import attention_reference
@@ -593,3 +594,130 @@ class TestRunRefuses:
 def test_wrappers_that_are_not_made(kind, given, error, message):
     with pytest.raises(error, match=message):
         kind(**{"float_workspace_buffer": WORKSPACE, **given})
+
+
+# -- levels ----------------------------------------------------------------------------------------
+
+# A prompt of two pages that rows 0 to 2 share, none for row 3; and keys of their own: two pages,
+# none, one, one.
+LEVELS = (
+    [int32(0, 3, 4), int32(0, 1, 2, 3, 4)],
+    [int32(0, 2, 2), int32(0, 2, 2, 3, 4)],
+    [int32(8, 4), int32(7, 2, 0, 1)],
+    [int32(4, 0), int32(3, 0, 4, 1)],
+)
+PROMPT = [8, 4]
+OWN_PAGES, OWN_LENGTHS = ([7, 2], [], [0], [1]), (7, 0, 4, 1)
+
+
+def keys_of_levels(row: int, x: torch.Tensor) -> torch.Tensor:
+    """All keys of a row, (1, keys, kv_heads, d_head)."""
+    prompt = x[PROMPT].flatten(0, 1) if row < 3 else x[:0].flatten(0, 1)
+    own = x[OWN_PAGES[row]].flatten(0, 1)[: OWN_LENGTHS[row]]
+    return torch.cat((prompt, own))[None]
+
+
+class TestLevels:
+    def planned(self, layout: str = "NHD", **options: Any) -> MultiLevelCascadeAttentionWrapper:
+        wrapper = MultiLevelCascadeAttentionWrapper(2, WORKSPACE, layout)
+        wrapper.plan(*LEVELS, *SIZES, **options)
+        return wrapper
+
+    @pytest.mark.parametrize("form", ["NHD, pair", "HND, one"])
+    def test_are_attention_on_all_keys_of_a_row(self, form):
+        layout, cache = FORMS[form]
+        (k, v), q = make_cache(), randn(4, HEADS, D_HEAD)
+        o = self.planned(layout).run(q, cache(k, v))
+        assert (o.shape, o.dtype) == (q.shape, q.dtype)
+        for n in range(4):
+            own = keys_of_levels(n, k), keys_of_levels(n, v)
+            right = attention_reference(q[n][None, None], *own)
+            error = measure_error(o[n][None, None], right.expected["o"])
+            assert error.within(right.bounds["o"]), n
+
+    def test_options_are_those_of_attention(self):
+        q, (k, v) = randn(4, HEADS, D_HEAD), make_cache()
+        o = self.planned(sm_scale=0.5, logits_soft_cap=3.0).run(q, (k, v))
+        for n in range(4):
+            own = decode(
+                q[n][None, None],
+                *(keys_of_levels(n, x) for x in (k, v)),
+                softmax_scale=0.5,
+                softcap=3.0,
+            )
+            torch.testing.assert_close(o[n][None, None], own, atol=2e-3, rtol=2e-3)
+
+    def test_causal_is_of_the_last_level_alone(self):
+        # a prompt of 8 keys, and 3 rows of one request with 3 keys of their own
+        wrapper = MultiLevelCascadeAttentionWrapper(2, WORKSPACE)
+        every = [int32(0, 3)] * 2, [int32(0, 2), int32(0, 1)], [int32(8, 4), int32(7)]
+        wrapper.plan(*every, [int32(4), int32(3)], *SIZES, causal=True)
+        q, (k, v) = randn(3, HEADS, D_HEAD), make_cache()
+        o = wrapper.run(q, (k, v))
+        keys = [torch.cat((x[[8, 4]].flatten(0, 1), x[7][:3]))[None] for x in (k, v)]
+        for n in range(3):
+            right = attention_reference(q[n][None, None], *(x[:, : 9 + n] for x in keys))
+            error = measure_error(o[n][None, None], right.expected["o"])
+            assert error.within(right.bounds["o"]), n
+
+    def test_of_one_query_of_each_sequence_are_decoded(self, attended):
+        self.planned().run(randn(4, HEADS, D_HEAD), make_cache())
+        (own,) = (tensors for tensors in attended if "block_table" in tensors)
+        assert own["cache_seqlens"].tolist() == [*OWN_LENGTHS]
+
+    def test_one_level_is_that_of_its_wrapper(self):
+        wrapper = MultiLevelCascadeAttentionWrapper(1, WORKSPACE)
+        wrapper.plan([int32(0, 1, 2, 3, 4)], [INDPTR], [INDICES], [LAST], *SIZES)
+        own = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        own.plan(INDPTR, INDICES, LAST, *SIZES)
+        q, cache = randn(4, HEADS, D_HEAD), make_cache()
+        assert torch.equal(wrapper.run(q, cache), own.run(q, cache))
+
+    def test_plans_of_graphs_are_written_to_the_same_memory(self):
+        buffers = [[x.clone() for x in own] for own in LEVELS]
+        buffers[2] = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+        wrapper = MultiLevelCascadeAttentionWrapper(2, WORKSPACE, "NHD", True, *buffers)
+        assert wrapper.is_cuda_graph_enabled
+        q, cache = randn(4, HEADS, D_HEAD), make_cache()
+        wrapper.plan(*LEVELS, *SIZES)
+        assert torch.equal(wrapper.run(q, cache), self.planned().run(q, cache))
+        other = [*LEVELS[:2], [int32(8, 4), int32(6, 2, 0, 1)], LEVELS[3]]
+        wrapper.plan(*other, *SIZES)
+        fresh = MultiLevelCascadeAttentionWrapper(2, WORKSPACE)
+        fresh.plan(*other, *SIZES)
+        assert torch.equal(wrapper.run(q, cache), fresh.run(q, cache))
+        assert buffers[2][1].tolist() == [6, 2, 0, 1]
+        several = [[int32(0, 3, 4), int32(0, 2, 2, 3, 4)], *LEVELS[1:]]
+        with pytest.raises(ValueError, match="level 1 has several queries of a sequence, and had"):
+            wrapper.plan(*several, *SIZES)
+        with pytest.raises(RuntimeError, match=r"run\(\) without a plan"):
+            wrapper.run(q, cache)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"window_left": 5}, "window_left 5 is not built for levels: pass -1"),
+            ({"causal": 1}, "causal"),
+            ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode 'ROPE_LLAMA' is not built"),
+            ({"q_data_type": "float32"}, "q_data_type float32 is not built"),
+        ],
+    )
+    def test_options_that_are_not_built_are_refused(self, change, reason):
+        with pytest.raises((TypeError, ValueError), match=reason):
+            self.planned(**change)
+
+    def test_lists_and_rows_that_do_not_fit_are_refused(self):
+        wrapper = MultiLevelCascadeAttentionWrapper(2, WORKSPACE)
+        with pytest.raises(ValueError, match="has 1 tensors and num_levels is 2: pass one for"):
+            wrapper.plan(LEVELS[0][:1], *LEVELS[1:], *SIZES)
+        with pytest.raises(ValueError, match="qo_indptr end with 4, 5: pass the rows of q"):
+            wrapper.plan([LEVELS[0][0], int32(0, 1, 2, 3, 5)], *LEVELS[1:], *SIZES)
+        with pytest.raises(RuntimeError, match=r"run\(\) without a plan: call plan\(\) before"):
+            wrapper.run(randn(4, HEADS, D_HEAD), make_cache())
+        for levels in (0, True, 1.0):
+            with pytest.raises(ValueError, match=f"num_levels {levels!r}: pass 1 or more"):
+                MultiLevelCascadeAttentionWrapper(levels, WORKSPACE)
+        with pytest.raises(ValueError, match="kv_layout 'HDN' is not one of NHD, HND"):
+            MultiLevelCascadeAttentionWrapper(1, WORKSPACE, "HDN")
+        with pytest.raises(ValueError, match="qo_indptr_buf_arr is None and num_levels is 1"):
+            MultiLevelCascadeAttentionWrapper(1, WORKSPACE, use_cuda_graph=True)
