@@ -24,7 +24,7 @@ from flash_helpers.measure.plots import (
     drawn_figure,
     figure_svg,
     label_lines,
-    plotted_numbers,
+    stale_pictures,
 )
 from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results, results_by_family
 from flash_helpers.measure.staircases import large_tile, stair
@@ -135,10 +135,7 @@ def stale_stairs(root: Path) -> dict[Path, Numbers]:
     """Files of pictures that are absent or whose numbers differ from the measurements, with the
     numbers to draw. root: of the repository. Raises as `load_results` does."""
     by_family = results_by_family(root, load_results(root / RESULTS))
-    stale = {}
-    for name, family in FAMILIES.items():
-        path, numbers = root / stairs_path(name), stairs_numbers(family, by_family[name])
-        shown = plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
-        if shown != json.dumps(numbers):
-            stale[path] = numbers
-    return stale
+    return stale_pictures(
+        (root / stairs_path(name), stairs_numbers(family, by_family[name]))
+        for name, family in FAMILIES.items()
+    )

@@ -13,7 +13,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -212,6 +212,16 @@ def plotted_numbers(svg: str) -> str:
     except ElementTree.ParseError:
         return ""
     return (found.text or "") if found is not None else ""
+
+
+def stale_pictures(numbers: Iterable[tuple[Path, Numbers]]) -> dict[Path, Numbers]:
+    """Files of pictures that are absent or show other numbers than they are given with, with the
+    numbers to draw. Raises OSError if a file cannot be read."""
+
+    def shown(path: Path) -> str:
+        return plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
+
+    return {path: own for path, own in numbers if shown(path) != json.dumps(own)}
 
 
 def drawable_panels(results: BenchmarkResults) -> list[str]:

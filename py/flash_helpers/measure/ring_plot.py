@@ -15,7 +15,7 @@ from flash_helpers.measure.plots import (
     Numbers,
     drawn_figure,
     figure_svg,
-    plotted_numbers,
+    stale_pictures,
 )
 from flash_helpers.measure.results import RESULTS
 from flash_helpers.measure.ring_speeds import BOTH, FORWARD, ONE, PYTORCH, RING, RingSpeeds
@@ -88,10 +88,7 @@ def ring_figure(numbers: Numbers) -> Figure:
 def stale_rings(root: Path) -> dict[Path, Numbers]:
     """Files of pictures that are absent or whose numbers differ from the measurements, with the
     numbers to draw. root: of the repository. Raises as `RingSpeeds.load` does."""
-    stale = {}
-    for file in sorted((root / RESULTS).parent.glob(FILES)):
-        path, numbers = root / picture_path(file.stem), ring_numbers(RingSpeeds.load(file))
-        shown = plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
-        if shown != json.dumps(numbers):
-            stale[path] = numbers
-    return stale
+    return stale_pictures(
+        (root / picture_path(file.stem), ring_numbers(RingSpeeds.load(file)))
+        for file in sorted((root / RESULTS).parent.glob(FILES))
+    )

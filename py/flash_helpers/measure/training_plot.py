@@ -20,7 +20,7 @@ from flash_helpers.measure.plots import (
     Numbers,
     drawn_figure,
     figure_svg,
-    plotted_numbers,
+    stale_pictures,
 )
 from flash_helpers.measure.results import RESULTS
 from flash_helpers.measure.training_runs import (
@@ -141,10 +141,7 @@ def _draw_distances(axes: Axes, distances: Mapping[str, Sequence[Sequence[float]
 def stale_trainings(root: Path) -> dict[Path, Numbers]:
     """Files of pictures that are absent or whose numbers differ from the measurements, with the
     numbers to draw. root: of the repository. Raises as `TrainingRuns.load` does."""
-    stale = {}
-    for file in sorted((root / RESULTS).parent.glob(FILES)):
-        path, numbers = root / picture_path(file.stem), training_numbers(TrainingRuns.load(file))
-        shown = plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
-        if shown != json.dumps(numbers):
-            stale[path] = numbers
-    return stale
+    return stale_pictures(
+        (root / picture_path(file.stem), training_numbers(TrainingRuns.load(file)))
+        for file in sorted((root / RESULTS).parent.glob(FILES))
+    )

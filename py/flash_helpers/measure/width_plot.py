@@ -21,7 +21,7 @@ from flash_helpers.measure.plots import (
     Numbers,
     drawn_figure,
     figure_svg,
-    plotted_numbers,
+    stale_pictures,
 )
 from flash_helpers.measure.training_plot import FOLDER as PICTURES
 from flash_helpers.registry.problem import Problem
@@ -144,20 +144,16 @@ def width_alt(group: str, numbers: Numbers) -> str:
 def stale_widths(root: Path, choose: Choose) -> dict[Path, Numbers]:
     """Files of pictures that are absent or whose numbers differ from the measurements, with the
     numbers to draw. root: of the repository. Raises as `load_choices` does."""
-    stale = {}
-    for (group, gpu), numbers in width_numbers(load_choices(root / CONFIG_FOLDER), choose).items():
-        path = root / width_picture(group, gpu)
-        shown = plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
-        if shown != json.dumps(numbers):
-            stale[path] = numbers
-    return stale
+    found = width_numbers(load_choices(root / CONFIG_FOLDER), choose)
+    return stale_pictures((root / width_picture(*key), own) for key, own in found.items())
 
 
 def stale_tables(root: Path, choose: Choose) -> dict[Path, Numbers]:
     """The same of the files of CSV."""
-    stale = {}
-    for (group, gpu), numbers in width_numbers(load_choices(root / CONFIG_FOLDER), choose).items():
-        path = root / width_table(group, gpu)
-        if not path.is_file() or path.read_text(encoding="utf-8") != width_csv(numbers):
-            stale[path] = numbers
-    return stale
+    found = width_numbers(load_choices(root / CONFIG_FOLDER), choose)
+    tables = {root / width_table(*key): numbers for key, numbers in found.items()}
+    return {
+        path: numbers
+        for path, numbers in tables.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != width_csv(numbers)
+    }
