@@ -1,6 +1,6 @@
 #pragma once
-// Parts of the kernels of family norm_backward_staged that no step is about: chunks of rows at any
-// element, their arithmetic, and the sums of columns.
+// Parts of the kernels of families norm_backward_staged and norm_backward_cluster that no step is
+// about: chunks of rows at any element, their arithmetic, and the sums of columns.
 
 #include "elements.cuh"
 #include "kernels/norm_backward/arguments.cuh"

@@ -13,13 +13,14 @@ that of h1 has 548 beside 542. That of softmax has one or two integer instructio
 One kernel of backward_sync, at d_head 96, has equal machine code as well. With a softcap or with
 variable lengths family backward has up to three branches and selects more or less: one compiler
 takes a branch where the other selects, and keeps a flag of a loop in a predicate. So do steps d2 to
-d4 of family decode, and a1 and a2 of family norm_cluster. In d5 one compiler copies the loops over
-parts for each answer of a branch in them, and only what moves and multiplies tiles is compared; so
-in d8.
+d4 of family decode, a1 and a2 of family norm_cluster, and nc1. In d5 one compiler copies the loops
+over parts for each answer of a branch in them, and only what moves and multiplies tiles is
+compared; so in d8.
 Machine code of families layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is
 equal where a warp has a row, and that of families diagonal and merge_states, since there is no
 shared memory. In n3 and a2 one compiler loads the addresses of weight and bias again. In w1 up to
-four multiplications, a negation and an insertion of bits are more in one compiler's code.
+four multiplications, a negation and an insertion of bits are more in one compiler's code, and in
+nc1 an insertion of bits.
 """
 
 import re
@@ -60,11 +61,11 @@ SAME_ALTHOUGH = {
 """Configs of other families whose machine code is equal, too."""
 CHOOSES_OTHERWISE = {"backward": ("softcap", "varlen")}
 """Flags of a family's configs with which one compiler takes a branch where the other selects."""
-STEPS_CHOOSE_OTHERWISE = {"a1", "a2", "d2", "d3", "d4"}
+STEPS_CHOOSE_OTHERWISE = {"a1", "a2", "d2", "d3", "d4", "nc1"}
 """Steps of which all configs do so."""
 LOADS_ARGUMENTS = {"a2", "n3"}
 """Steps in which one compiler loads an argument again where the other keeps it."""
-OTHER_FACTORS = {"w1"}
+OTHER_FACTORS = {"nc1", "w1"}
 """Steps in which one compiler has a few more multiplications, negations and insertions of bits."""
 COPIES_LOOPS = {"d5", "d8"}
 """Steps whose loops over parts one compiler copies for each answer of a branch in them."""

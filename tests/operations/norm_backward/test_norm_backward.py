@@ -28,6 +28,11 @@ from flash_helpers.registry.norm_backward import (
     NormBackwardConfig,
     NormBackwardKernels,
 )
+from flash_helpers.registry.norm_backward_cluster import (
+    NORM_BACKWARD_CLUSTER,
+    NormBackwardClusterKernelConfig,
+    competing_clusters,
+)
 from flash_helpers.registry.norm_backward_staged import NormBackwardStagedKernelConfig
 from flash_helpers.registry.row_threads import MAX_WIDTH
 from flash_helpers.runtime.call import prepare
@@ -41,6 +46,8 @@ def few_sms(config: Config) -> Device:
 
 
 each_config = each(CONFIGS)
+WITHIN_BLOCKS = [c for c in CONFIGS if c.family is not NORM_BACKWARD_CLUSTER]
+"""Configs in which a thread block has a row, wherever the row begins."""
 each_function = pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 
 
@@ -213,7 +220,7 @@ def test_all_inputs_are_right(config: NormBackwardKernels, distribution: str) ->
     check(config, problem, draw(distribution, problem), False)
 
 
-@each(CONFIGS, once=True)
+@each(WITHIN_BLOCKS, once=True)
 def test_results_do_not_depend_on_where_rows_begin(config: NormBackwardKernels) -> None:
     problem = full(3, 264, config.dtype, rms=config.is_rms)
     tensors = draw("outliers", problem)
@@ -254,7 +261,7 @@ def test_thread_blocks_with_several_rows_give_the_same_bits_in_each_call(
 ) -> None:
     many = full(10_000, 40, config.dtype, rms=config.is_rms)
     rows, _ = config.call(many, many.strides(), few_sms(config)).launches
-    problem = replace(many, rows=min(3 * rows.grid[0] + 1, 100))
+    problem = replace(many, rows=min(3 * rows.grid[0] // rows.cluster[0] + 1, 100))
     tensors = draw("outliers", problem)
     first = simulate(config, problem, tensors)
     assert not wrong(first, reference(problem, tensors))
@@ -296,9 +303,14 @@ def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str)
         ("w1_fp16_w4_c2_t64_s3", 30, 1000),
         ("w1_fp32_w4_c2_t32_s3_rms", 40, 256),
         ("w1_fp32_w4_c1_t128_s2", 7, 1040),  # longer than a tile
+        ("nc1_bf16_w8_c1_k2", 9, 4096),  # as many as the threads of a cluster have
+        ("nc1_bf16_w8_c1_k2_rms", 9, 4096),
+        ("nc1_fp16_w8_c2_k4", 6, 999),  # no whole chunks
+        ("nc1_fp32_w8_c1_k8_p1", 9, 20),  # fewer chunks than blocks
+        ("nc1_fp32_w8_c1_k2_rms", 5, 2052),  # longer than a tile of the cluster
     ],
 )
-def test_a_block_has_one_row_after_the_other(
+def test_a_block_or_a_cluster_has_one_row_after_the_other(
     text: str, rows: int, width: int, distribution: str
 ) -> None:
     config = config_from_short_form(text)
@@ -344,9 +356,15 @@ def test_the_grid_is_what_the_sms_hold_and_columns_are_summed_only_if_asked_for(
         ("w1_bf16_w8_c2_t256_s3", 2 * 132),
         ("w1_bf16_w16_c4_t512_s3", 132),
         ("w1_bf16_w8_c4_t256_s3_rms", 2 * 132),
+        ("nc1_bf16_w16_c4_k2", 132),
+        ("nc1_bf16_w8_c4_k2", 2 * 132),
+        ("nc1_bf16_w16_c4_k4", 4 * 32),  # of 132 SMs, in groups of 16
+        ("nc1_bf16_w16_c4_k4_p2", 4 * 28),
+        ("nc1_bf16_w8_c4_k8_p1", 8 * 30),
+        ("nc1_bf16_w16_c4_k8_p2", 8 * 14),
     ],
 )
-def test_the_grid_is_what_registers_and_shared_memory_leave_room_for(
+def test_the_grid_is_what_registers_shared_memory_and_clusters_leave_room_for(
     text: str, blocks: int
 ) -> None:
     config = config_from_short_form(text)
@@ -354,6 +372,30 @@ def test_the_grid_is_what_registers_and_shared_memory_leave_room_for(
     problem = full(100_000, 1000, Element.BF16, rms=config.is_rms)
     rows, _ = config.call(problem, problem.strides(), largest_device(90)).launches
     assert rows.grid[0] == blocks
+    assert rows.cluster[0] == getattr(config, "cluster_blocks", 1)
+
+
+def test_a_gpu_of_one_sm_has_one_cluster() -> None:
+    config = NormBackwardClusterKernelConfig.from_short_form("nc1_bf16_w16_c4_k8_p3")
+    assert config.clusters(few_sms(config)) == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "shapes"),
+    [
+        (8192, Element.BF16, set()),
+        (16384, Element.BF16, {(8, 2)}),
+        (16384, Element.FP32, {(16, 2)}),
+        (65536, Element.BF16, {(16, 4), (8, 8)}),
+        (131072, Element.BF16, {(16, 8)}),
+        (131072, Element.FP32, set()),
+    ],
+)
+def test_clusters_compete_whose_blocks_have_a_row_and_half_of_them_would_not(
+    width: int, dtype: Element, shapes: set[tuple[int, int]]
+) -> None:
+    found = competing_clusters(width, dtype)
+    assert {(shape["n_warps"], shape["cluster_blocks"]) for shape in found} == shapes
 
 
 def test_empty_rows_and_columns_are_computed_without_a_kernel(
@@ -439,6 +481,9 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
         ("w1_bf16_w4_c1_t8_s1", "staged_rows 1 is below 2: choose 2 or 3"),
         ("w1_bf16_w16_c4_t512_s4", "need 294,?[0-9]* bytes|over every limit"),
         ("w1_bf16_w32_c1_t512_s2", "need 80 registers per thread, of which there are 64"),
+        ("nc1_bf16_w32_c4_k2", "n_warps 32 is not built: choose 8 or 16"),
+        ("nc1_bf16_w8_c4_k1", "cluster_blocks 1 is not built: choose 2, 4 or 8"),
+        ("nc1_bf16_w8_c4_k4_p4", "spare 4 is not built: choose 0, 1, 2 or 3"),
     ],
 )
 def test_a_config_without_room_is_refused(text: str, reason: str) -> None:

@@ -37,6 +37,7 @@ OPERATION = Operation(
         "norm_backward:LAYER_NORM_BACKWARD",
         "norm_backward:RMS_NORM_BACKWARD",
         "norm_backward_staged:NORM_BACKWARD_STAGED",
+        "norm_backward_cluster:NORM_BACKWARD_CLUSTER",
     ),
     # 370 ms for the 13 * 8000 operations of (8, 1000), the mean of e2 to e4, measured
     simulated_ns=370e6 / (13 * 8 * 1000),

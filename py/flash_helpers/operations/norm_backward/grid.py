@@ -8,6 +8,7 @@ from dataclasses import replace
 from flash_helpers.operations.norm.grid import MOST_THREADS, distance
 from flash_helpers.operations.norm_backward.problem import NormBackward
 from flash_helpers.operations.norm_backward.problems import measured
+from flash_helpers.registry.norm_backward_cluster import competing_clusters
 from flash_helpers.registry.norm_backward_staged import competing_stages
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import (
@@ -32,10 +33,13 @@ GROUPS = {
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes."""
     width, dtype = problem.width, problem.dtype
+    stages, clusters = competing_stages(width, dtype), competing_clusters(width, dtype)
     found: list[tuple[str, Fields]] = [
-        ("w1", {**shape, "rms": problem.rms}) for shape in competing_stages(width, dtype)
+        (step, {**shape, "rms": problem.rms})
+        for step, shapes in (("w1", stages), ("nc1", clusters))
+        for shape in shapes
     ]
-    if len(found) > 1:
+    if len(stages) > 1:
         return found
     # of x and dy, and a sum or two of each column
     registers = 2 * CHUNK_REGISTERS + (1 if problem.rms else 2) * CHUNK_BYTES // dtype.bytes
