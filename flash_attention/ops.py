@@ -29,6 +29,10 @@ from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.diagonal_backward.baselines import gradient_of_a
 from flash_helpers.operations.diagonal_backward.problem import DiagonalBackward
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
+from flash_helpers.operations.linear_rowsum_backward.baselines import (
+    gradients as rowsum_gradients,
+)
+from flash_helpers.operations.linear_rowsum_backward.problem import LinearRowsumBackward
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm_backward.formulas import gradients
 from flash_helpers.operations.norm_backward.problem import NormBackward
@@ -217,17 +221,54 @@ class _LinearRowsum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        dx = dweight = dbias = None
-        if of_x:
-            column_sums = weight.sum(0, dtype=torch.float32)
-            dx = (dy.float()[:, None] * column_sums).to(x.dtype)
-        if of_weight:
-            row = (dy.float() @ x.float()).to(weight.dtype)
-            dweight = row.expand(weight.shape)
-        if of_bias:
-            dbias = dy.sum(dtype=torch.float32).to(dy.dtype).expand(weight.shape[0])
-        return None, dx, dweight, dbias
+        _, *asked = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # these are to be differentiated, too
+            of_x, of_weight, of_bias = asked
+            given = {"of_x": of_x, "of_weight": of_weight, "of_bias": of_bias}
+            return None, *rowsum_gradients(dy, x, weight, **given)
+        found = zip(_linear_rowsum_backward(dy, x, weight, *asked), asked, strict=True)
+        return None, *(gradient if is_asked else None for gradient, is_asked in found)
+
+
+def _rowsum_tensors(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *asked: bool
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the call, with new ones for the gradients that are asked for."""
+    shapes = {"dx": x.shape, "dweight": weight.shape, "dbias": weight.shape[:1]}
+    wanted = (item for item, is_asked in zip(shapes.items(), asked, strict=True) if is_asked)
+    outputs = {name: x.new_empty(shape) for name, shape in wanted}
+    return {"dy": dy, "x": x, "weight": weight, **outputs}
+
+
+def _rowsum_results(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    names = ("dx", "dweight", "dbias")
+    return tuple(tensors[name] if name in tensors else tensors["x"].new_empty(0) for name in names)
+
+
+def _rowsum_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
+    tensors = _rowsum_tensors(*given)
+    choose = functools.partial(_choose, LinearRowsumBackward)
+    compute(LinearRowsumBackward, _ASKED, (*tensors,), (*tensors.values(),), choose)
+    return _rowsum_results(tensors)
+
+
+def _fake_rowsum_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
+    tensors = _rowsum_tensors(*given)
+    if constant_call(LinearRowsumBackward, None, tensors) is None:
+        config = _choose(LinearRowsumBackward, _ASKED, tensors)
+        compile_while_tracing(config, tensors["x"].device)
+    return _rowsum_results(tensors)
+
+
+# A tensor without elements stands for a gradient that is not asked for.
+_linear_rowsum_backward = define(
+    "linear_rowsum_backward(Tensor dy, Tensor x, Tensor weight, bool of_x, bool of_weight, "
+    "bool of_bias) -> (Tensor, Tensor, Tensor)",
+    _rowsum_gradients,
+    _fake_rowsum_gradients,
+    refusal="linear_rowsum_backward is no function to differentiate: call ops.linear_rowsum, and "
+    "its backward pass with create_graph=True",
+)
 
 
 def _rowsum_gradient(keys: torch._C.DispatchKeySet, *args: torch.Tensor | None) -> torch.Tensor:
@@ -257,9 +298,10 @@ def linear_rowsum(
     sum. An output that overflows gives an infinity there, and infinities of x may give NaN, where
     this sum can be finite or infinite. Without input features y is Σ bias, without outputs it is 0.
 
-    Gradients are computed by PyTorch's operators in fp32, and rounded once: dx_ik = dy_i Σ_o W_ok;
-    each row of dW is Σ_i dy_i x_i, and each element of dbias Σ_i dy_i. So dW and dbias are expanded
-    tensors. They can be differentiated again.
+    Gradients are computed by kernels in fp32, and rounded once: dx_ik = dy_i Σ_o W_ok; each row of
+    dW is Σ_i dy_i x_i, and each element of dbias Σ_i dy_i. Sums have an order that is the same in
+    each call on one kind of GPU. Gradients can be differentiated again. PyTorch's operators then
+    compute them, and dW and dbias are expanded tensors.
 
     Raises TypeError for another dtype, or two; ValueError for shapes that do not fit together and
     tensors on two devices; RuntimeError for a device that runs no kernel.

@@ -14,6 +14,11 @@ from flash_helpers.operations.diagonal.reference import diagonal_reference
 from flash_helpers.operations.linear_rowsum.inputs import draw as draw_linear
 from flash_helpers.operations.linear_rowsum.problem import LinearRowsum
 from flash_helpers.operations.linear_rowsum.reference import linear_rowsum_reference
+from flash_helpers.operations.linear_rowsum_backward.inputs import draw as draw_linear_backward
+from flash_helpers.operations.linear_rowsum_backward.problem import LinearRowsumBackward
+from flash_helpers.operations.linear_rowsum_backward.reference import (
+    reference as linear_backward_reference,
+)
 from flash_helpers.operations.norm.inputs import draw as draw_norm
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.reference import reference as norm_reference
@@ -137,6 +142,37 @@ def test_gradients_of_norms_are_within_the_bounds_of_the_backward_pass(
         assert error.within(wanted.bounds[name]), name
 
 
+@each_element
+def test_gradients_of_linear_rowsum_are_within_the_bounds_of_the_backward_pass(
+    element: Element,
+) -> None:
+    asked = {"dx": True, "dweight": True, "dbias": True}
+    problem = LinearRowsumBackward(9, 40, 35, element, **asked)
+    inputs = draw_linear_backward("cancelling", problem)
+    wanted = linear_backward_reference(problem, inputs)
+    x, weight = (inputs[name].clone().requires_grad_() for name in ("x", "weight"))
+    bias = torch.zeros_like(weight[:, 0]).detach().requires_grad_()
+    y = ops.linear_rowsum(x, weight, bias)
+    found = torch.autograd.grad(y, (x, weight, bias), inputs["dy"])
+    for name, own in zip(wanted.expected, found, strict=True):
+        error = measure_error(own, wanted.expected[name])
+        assert error.within(wanted.bounds[name]), name
+
+
+def test_gradients_of_linear_rowsum_take_an_upstream_gradient_of_any_stride() -> None:
+    given = drawn_linear(Element.FP32)
+    dy = torch.randn(6, 3)
+    found = []
+    for laid in (dy[:, 1], dy[:, 1].contiguous()):
+        leaves = [each.clone().requires_grad_() for each in given]
+        found.append(torch.autograd.grad(ops.linear_rowsum(*leaves), leaves, laid))
+    assert all(own.equal(other) for own, other in zip(*found, strict=True))
+    leaves = [each.clone().requires_grad_() for each in given]
+    ops.linear_rowsum(*leaves).sum().backward()  # dy is one element
+    assert leaves[2].grad.equal(torch.full((20,), 6.0))
+    assert leaves[0].grad.equal(leaves[0].grad[:1].expand(6, -1))
+
+
 def test_gradients_of_norms_take_an_upstream_gradient_of_any_strides() -> None:
     x, weight, bias = drawn_norm(Element.FP32)
     dy = torch.randn(37, 6).T
@@ -245,6 +281,11 @@ def test_empty_tensors_give_what_pytorch_gives() -> None:
     for leading, features, outs in (((0,), 3, 2), ((2, 0), 3, 2), ((2,), 0, 3), ((2,), 3, 0)):
         given = torch.ones(*leading, features), torch.ones(outs, features), torch.ones(outs)
         assert ops.linear_rowsum(*given).equal(linear_rowsum_by_pytorch(*given))
+        own, plain = (
+            with_gradients(function, given)
+            for function in (ops.linear_rowsum, linear_rowsum_by_pytorch)
+        )
+        assert all(each.equal(other) for each, other in zip(own, plain, strict=True))
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -266,6 +307,14 @@ def test_gradients_are_operators_whose_own_gradients_are_refused() -> None:
         torch.library.opcheck(operator, (a, B, B.clone(), of_B))
     with pytest.raises(RuntimeError, match=r"call ops\.diagonal_matmul"):
         operator(a.requires_grad_(), B, B.clone(), True)[0].sum().backward()
+    x, weight, _ = drawn_linear(Element.FP32)
+    operator = torch.ops.flash_attention.linear_rowsum_backward.default
+    for asked in ((True, False, False), (False, True, True), (True, True, True)):
+        torch.library.opcheck(operator, (x[:, 0].clone(), x, weight, *asked))
+    found = operator(x[:, 0].clone(), x, weight, False, True, False)
+    assert [each.shape for each in found] == [(0,), (20, 37), (0,)]
+    with pytest.raises(RuntimeError, match=r"call ops\.linear_rowsum"):
+        operator(x[:, 0], x.requires_grad_(), weight, True, False, False)[0].sum().backward()
     y, dy = (x.requires_grad_() for x in draw_softmax("normal", RowsBackward(3, 37)).values())
     operator = torch.ops.flash_attention.softmax_backward.default
     torch.library.opcheck(operator, (y.detach(), dy.detach()))
