@@ -67,16 +67,26 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
         static_cast<const ElementOf<kDType> *>(of_weight ? args.weight : args.x);
     const int64_t stride = of_weight ? args.weight_stride : args.x_stride;
     const int width = has_columns ? args.in_features : 0;
-    const auto dy_of = [&](int row) {
-        return of_weight ? 1.0f : to_float<kDType>(__ldg(dy_gmem + row * args.dy_stride));
+    const int64_t dy_stride = of_weight ? 0 : args.dy_stride;
+    const auto dy_of = [&](int row) { // loaded for W, too: a branch would part the loads of rows
+        const float dy = to_float<kDType>(__ldg(dy_gmem + row * dy_stride));
+        return of_weight ? 1.0f : dy;
     };
     const int column = tile * kColumns + threadIdx.x;
     float sum = 0.0f, dy_sum = 0.0f;
+    int row = piece * piece_rows;
+    if (column < width) {
 #pragma unroll 4 // loads of 4 rows in flight
-    for (int row = piece * piece_rows; row < end; ++row) {
+        for (; row < end; ++row) {
+            const float dy = dy_of(row);
+            const auto *value_gmem = matrix_gmem + row * stride + column;
+            sum = fmaf(dy, to_float<kDType>(__ldg(value_gmem)), sum);
+            dy_sum += dy;
+        }
+    }
+#pragma unroll 1
+    for (; !has_columns && row < end; ++row) { // for db alone
         const float dy = dy_of(row);
-        const auto *value_gmem = matrix_gmem + row * stride + column;
-        sum = fmaf(dy, column < width ? to_float<kDType>(__ldg(value_gmem)) : 0.0f, sum);
         dy_sum += dy;
     }
 
@@ -149,8 +159,10 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     auto *matrix_gmem = static_cast<ElementOf<kDType> *>(of_dx ? args.dx : args.dweight);
     const int64_t stride = of_dx ? args.dx_stride : args.dweight_stride;
     const int width = has_columns ? args.in_features : 0;
-    const auto dy_of = [&](int row) {
-        return of_dx ? to_float<kDType>(__ldg(dy_gmem + row * args.dy_stride)) : 1.0f;
+    const int64_t dy_stride = of_dx ? args.dy_stride : 0;
+    const auto dy_of = [&](int row) { // loaded for dW, too, without a branch
+        const float dy = to_float<kDType>(__ldg(dy_gmem + row * dy_stride));
+        return of_dx ? dy : 1.0f;
     };
     const int column = tile * kColumns + threadIdx.x;
     if (column < width) {

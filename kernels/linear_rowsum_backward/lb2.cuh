@@ -11,7 +11,7 @@
 //
 // Why, in bf16: a load or store of a warp has 512 bytes instead of 64, so that 1000 stores per SM
 // write dx and dW instead of 8000. Addresses, dy and loops are paid once for 8 elements. Each of
-// 1280 threads of an SM has 4 loads of 16 bytes in flight, 80 KB instead of 16, where 3.35 TB/s of
+// 1536 threads of an SM has 4 loads of 16 bytes in flight, 96 KB instead of 16, where 3.35 TB/s of
 // an H100 need 16.5 KB.
 //   Cost: shared memory for a sum per warp and column, 8 KB with 8 warps.
 // Expected at 4096 x 4096 x 4096: 55 µs instead of 80; 73% of 3.35 TB/s.
@@ -35,30 +35,6 @@ __device__ __forceinline__ bool is_aligned(const T *matrix, int64_t stride) {
     return (begin | bytes) % kChunkBytes == 0;
 }
 
-// Adds dy times a chunk to the sums of its columns.
-template <DType kDType>
-__device__ __forceinline__ void add_chunk(float (&sum_rmem)[kChunkElements<kDType>], float dy,
-                                          uint4 chunk) {
-    float value_rmem[kChunkElements<kDType>];
-    unpack_chunk<kDType>(value_rmem, chunk);
-#pragma unroll
-    for (int i = 0; i < kChunkElements<kDType>; ++i) {
-        sum_rmem[i] = fmaf(dy, value_rmem[i], sum_rmem[i]);
-    }
-}
-
-// dy times the sums of a chunk's columns.
-template <DType kDType>
-__device__ __forceinline__ uint4 scaled_chunk(float dy,
-                                              const float (&sum_rmem)[kChunkElements<kDType>]) {
-    float value_rmem[kChunkElements<kDType>];
-#pragma unroll
-    for (int i = 0; i < kChunkElements<kDType>; ++i) {
-        value_rmem[i] = dy * sum_rmem[i];
-    }
-    return pack_chunk<kDType>(value_rmem);
-}
-
 // Elements of a row of sums: the features, and Σ dy behind them.
 __device__ __forceinline__ int sums_pitch(const LinearRowsumBackwardKernelArgs &args) {
     return (args.in_features + 1 + 7) / 8 * 8;
@@ -76,7 +52,7 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     constexpr LinearRowsumBackwardKernelConfig cfg = Kernels::value;
     constexpr DType kDType = cfg.dtype;
     constexpr int kWarps = cfg.n_warps, kColumns = cfg.columns(), kSums = kColumns + 1;
-    constexpr int kChunk = kChunkElements<kDType>;
+    constexpr int kChunk = kChunkElements<kDType>, kAtOnce = 4; // rows of a warp
 
     extern __shared__ float smem[]; // (kWarps, kSums): of each column, and Σ dy
 
@@ -96,24 +72,38 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
         static_cast<const ElementOf<kDType> *>(of_weight ? args.weight : args.x);
     const int64_t stride = of_weight ? args.weight_stride : args.x_stride;
     const int width = has_columns ? args.in_features : 0;
-    const auto dy_of = [&](int row) {
-        return of_weight ? 1.0f : to_float<kDType>(__ldg(dy_gmem + row * args.dy_stride));
+    const int64_t dy_stride = of_weight ? 0 : args.dy_stride;
+    const auto dy_of = [&](int row) { // loaded for W, too: a branch would part the loads of rows
+        const float dy = to_float<kDType>(__ldg(dy_gmem + row * dy_stride));
+        return of_weight ? 1.0f : dy;
     };
     const int first_column = tile * kColumns, first = first_column + lane * kChunk;
     const bool is_chunk = is_aligned(matrix_gmem, stride) && first + kChunk <= width;
     float sum_rmem[kChunk] = {}, dy_sum = 0.0f;
     int row = piece * piece_rows + warp;
-    if (is_chunk) {
-#pragma unroll 4 // loads of 4 rows in flight
-        for (; row < end; row += kWarps) {
-            const float dy = dy_of(row);
-            const auto *chunk_gmem = matrix_gmem + row * stride + first;
-            add_chunk<kDType>(sum_rmem, dy, __ldg(reinterpret_cast<const uint4 *>(chunk_gmem)));
-            dy_sum += dy;
+    for (; is_chunk && row < end; row += kAtOnce * kWarps) {
+        uint4 chunk_rmem[kAtOnce]; // 0 behind the last row, and so is its dy
+        float dy_rmem[kAtOnce];
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            const int at = row + r * kWarps;
+            const auto *chunk_gmem = matrix_gmem + at * stride + first;
+            chunk_rmem[r] = at < end ? __ldg(reinterpret_cast<const uint4 *>(chunk_gmem)) : uint4{};
+            dy_rmem[r] = at < end ? dy_of(at) : 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            float value_rmem[kChunk];
+            unpack_chunk<kDType>(value_rmem, chunk_rmem[r]);
+#pragma unroll
+            for (int i = 0; i < kChunk; ++i) {
+                sum_rmem[i] = fmaf(dy_rmem[r], value_rmem[i], sum_rmem[i]);
+            }
+            dy_sum += dy_rmem[r];
         }
     }
 #pragma unroll 1 // 4 rows would take more registers than whole chunks
-    for (; row < end; row += kWarps) {
+    for (; (first < width || !has_columns) && row < end; row += kWarps) {
         const float dy = dy_of(row);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
@@ -211,25 +201,30 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     auto *matrix_gmem = static_cast<ElementOf<kDType> *>(of_dx ? args.dx : args.dweight);
     const int64_t stride = of_dx ? args.dx_stride : args.dweight_stride;
     const int width = has_columns ? args.in_features : 0;
-    const auto dy_of = [&](int row) {
-        return of_dx ? to_float<kDType>(__ldg(dy_gmem + row * args.dy_stride)) : 1.0f;
+    const int64_t dy_stride = of_dx ? args.dy_stride : 0;
+    const auto dy_of = [&](int row) { // loaded for dW, too, without a branch
+        const float dy = to_float<kDType>(__ldg(dy_gmem + row * dy_stride));
+        return of_dx ? dy : 1.0f;
     };
     const int first = tile * kColumns + lane * kChunk;
     const bool is_chunk = is_aligned(matrix_gmem, stride) && first + kChunk <= width;
     if (first < width) {
         float sum_rmem[kChunk];
 #pragma unroll
-        for (int i = 0; i < kChunk; i += 4) { // zeros behind the last feature and Σ dy
-            const auto sums = __ldg(reinterpret_cast<const float4 *>(sums_gmem + first + i));
-            sum_rmem[i] = sums.x, sum_rmem[i + 1] = sums.y;
-            sum_rmem[i + 2] = sums.z, sum_rmem[i + 3] = sums.w;
+        for (int i = 0; i < kChunk; ++i) {
+            sum_rmem[i] = __ldg(sums_gmem + first + i); // zeros behind the last feature and Σ dy
         }
         int row = first_row + warp;
         if (is_chunk) {
 #pragma unroll 4
             for (; row < end; row += kWarps) {
-                auto *chunk_gmem = matrix_gmem + row * stride + first;
-                store_gmem_16(chunk_gmem, scaled_chunk<kDType>(dy_of(row), sum_rmem));
+                const float dy = dy_of(row);
+                float value_rmem[kChunk];
+#pragma unroll
+                for (int i = 0; i < kChunk; ++i) {
+                    value_rmem[i] = dy * sum_rmem[i];
+                }
+                store_gmem_16(matrix_gmem + row * stride + first, pack_chunk<kDType>(value_rmem));
             }
         }
 #pragma unroll 1

@@ -225,6 +225,6 @@ LINEAR_ROWSUM_BACKWARD = Family(
     header=PurePosixPath("kernels/linear_rowsum_backward/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=5_400_000,
-    matrix_budget=900_000,
+    simulated_budget=4_700_000,
+    matrix_budget=820_000,
 )
