@@ -48,6 +48,7 @@ TAKEN_WHERE_MEASURED = {
     "softmax_backward_cluster",
     "norm_backward_staged",
     "norm_backward_cluster",
+    "joint",
 }
 """Families of which calls take no step but where it was the fastest on a measured grid."""
 
@@ -81,7 +82,9 @@ class TestSteps:
     @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
     @pytest.mark.parametrize("capability", [A100, H100])
     def test_of_each_operation_end_with_one_that_gives_the_same_bits(self, operation, capability):
-        assert preferred_steps(operation, capability)[-1].is_deterministic
+        names = {family.partition(":")[2].lower() for family in operation.families}
+        found = preferred_steps(operation, capability)
+        assert found[-1].is_deterministic if found else names <= TAKEN_WHERE_MEASURED
 
     def test_that_add_in_any_order_stand_before_the_last_that_does_not(self):
         backward, portable = FAMILIES["backward"], [STEPS["p5"], STEPS["p3"]]

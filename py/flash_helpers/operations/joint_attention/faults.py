@@ -1,0 +1,48 @@
+"""Mistakes that the steps of joint attention invite, as edits of a kernel's PTX, and where they
+show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flash_helpers.check.faults import MAIN_LOOP, PROLOGUE, Fault, drop, nth, swap
+from flash_helpers.gpu import Device, largest_device
+from flash_helpers.kernel_configs import Config, Element
+from flash_helpers.operations.joint_attention.problem import JointAttention
+from flash_helpers.ptx import OutOfBoundsError, RaceError
+
+BF16 = Element.BF16
+
+FAULTS = {
+    "jo1: a block of keys is read before other warps have copied their part": Fault(
+        "jo1", BF16, MAIN_LOOP, r"bar\.sync", drop, nth(1), RaceError, "ldmatrix",
+        kernel="attention_kernel",
+    ),
+    "jo1: the product of the imaginary parts is added": Fault(
+        "jo1", BF16, MAIN_LOOP, r"sub\.f32", swap(r"sub\.f32", "add.f32"), quantity="o",
+        kernel="rotary_kernel",
+    ),
+    "jo2: tokens of the context are turned, too": Fault(
+        "jo2", BF16, MAIN_LOOP, r"and\.pred", swap(r"(%p\d+), (%p\d+), %p\d+;", r"\1, \2, \2;"),
+        error=OutOfBoundsError, source="__ldg(table_gmem", kernel="norm_kernel",
+    ),
+    "jo3: rows g have the norm of the last row": Fault(
+        "jo3", BF16, PROLOGUE, r"setp\.eq\.s32", swap(r"(%p\d+), (%r\d+), .*", r"\1, \2, \2;"),
+        nth(0), quantity="o",
+    ),
+}  # fmt: skip
+
+
+def problem_of(config: Any) -> JointAttention:
+    """Return the problem on which faults of a config show: keys in two blocks, and a context."""
+    return JointAttention(1, 2, 70, config.d_head, config.dtype, context=5, rotary=True)
+
+
+def device_of(config: Config) -> Device:
+    """Return the GPU that launches are made for; any GPU will do for joint attention."""
+    return largest_device(config.family.capabilities[0])
+
+
+def distribution_of(config: Config) -> str:
+    """Return the kind of inputs in which every token counts."""
+    return "normal"

@@ -1,0 +1,44 @@
+"""The problems that the choice of a kernel of joint attention is measured on, and the kernels that
+compete there. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flash_helpers.operations.joint_attention.problem import JointAttention
+from flash_helpers.operations.joint_attention.problems import MEASURED_HEADS
+
+_BATCHES = (1, 8, 64, 1024)
+_SIZES = ((64, 0), (186, 0), (186, 64), (186, 256), (512, 64))  # sequence and context
+_BLOCKS, _WARPS = (32, 64), (4, 8, 16)
+UNRELATED = 100.0  # octaves between problems that tell nothing of each other
+
+GROUPS = {
+    "joint_bf16": tuple(
+        JointAttention(batch, MEASURED_HEADS, length, context=context, rotary=True)
+        for batch in _BATCHES
+        for length, context in _SIZES
+    )
+}
+
+
+def competing(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
+    """Return the step and the fields of each config that competes."""
+    return [
+        (step, {"d_head": problem.d_head, "B_c": B_c, "n_warps": n_warps})
+        for step in ("jo2", "jo3")
+        for B_c in _BLOCKS
+        for n_warps in _WARPS
+    ]
+
+
+def distance(one: JointAttention, other: JointAttention) -> float:
+    """Return how far apart two problems are, in octaves of their sizes. Head sizes count most."""
+    sizes = (
+        (one.n_queries, other.n_queries),
+        (one.n_keys, other.n_keys),
+        (one.batch * one.heads, other.batch * other.heads),
+    )
+    octaves = sum(abs(math.log2(a / b)) for a, b in sizes)
+    return octaves if one.d_head == other.d_head else octaves + UNRELATED

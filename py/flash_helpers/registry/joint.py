@@ -1,0 +1,270 @@
+"""The joint family of operation `joint_attention`. Standard library only."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers import gpu
+from flash_helpers.gpu import Device
+from flash_helpers.operations.joint_attention import OPERATION
+from flash_helpers.operations.joint_attention.problem import JointAttention
+from flash_helpers.operations.joint_attention.supports import JointSupports
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    Address,
+    Buffer,
+    Call,
+    Kind,
+    Launch,
+    StructLayout,
+)
+from flash_helpers.registry.config import Config, buildable_sizes, element, number
+from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
+from flash_helpers.registry.mma_sync import (
+    CHUNK_BYTES,
+    DTYPES,
+    ELEMENT_BYTES,
+    MAX_WARPS,
+    MMA_K,
+    MMA_M,
+    MMA_N,
+    TARGETS,
+)
+from flash_helpers.registry.problem import Element, Strides
+
+ROW_STRIDES = Kind("2q", 8)  # RowStrides: batch, row
+
+# Kernels, by their C++ functions.
+NORM, ROTARY, ATTENTION = "norm_kernel", "rotary_kernel", "attention_kernel"
+
+# Traits of steps.
+ONE_PASS = "one_pass"  # norm and rotary embedding in one kernel
+AT_LOAD = "at_load"  # and in the attention kernel from then on, without buffers
+
+# Buffers: Q and K behind norm and rotary embedding.
+Q_NORMED, K_NORMED = "Q_normed", "K_normed"
+
+_INPUTS = ("q", "k", "v", "q_weight", "k_weight", "rotary")
+_OF_CONTEXT = ("context_q", "context_k", "context_v", "context_q_weight", "context_k_weight")
+_STRIDED = ("q", "k", "v", *_OF_CONTEXT[:3], "o", "context_o")
+
+ARGUMENTS = StructLayout(
+    "JointKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys((*_INPUTS, *_OF_CONTEXT, "o", "context_o"), POINTER),
+            **{f"{name}_strides": ROW_STRIDES for name in _STRIDED},
+            **dict.fromkeys(("batch", "length", "context", "context_queries", "heads"), INT),
+            **dict.fromkeys(("eps", "scale"), FLOAT),
+            **dict.fromkeys((Q_NORMED, K_NORMED), POINTER),
+        }
+    ),
+)
+
+D_HEADS = (16, 32, 64)
+_BLOCKS = (32, 64)  # of keys
+
+
+@dataclass(frozen=True)
+class JointKernelConfig(Config):
+    """The kernels of one config of the joint family.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    example: ClassVar[str] = "jo1_bf16_d16_Bc64_w4"
+
+    joint: int = number("jo", "the step")
+    dtype: Element = element()
+    d_head: int = number("d")
+    B_c: int = number("Bc", "keys of a block in shared memory")
+    n_warps: int = number("w", "of a thread block; of attention each has 16 queries of one head")
+
+    @property
+    def family(self) -> Family[Any]:
+        """The joint family."""
+        return JOINT
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block."""
+        return self.n_warps * gpu.WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block of attention in bytes: keys of K and of V of a head."""
+        return 2 * self.B_c * self.d_head * ELEMENT_BYTES
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The C++ functions of the step's kernels."""
+        if AT_LOAD in self.step.traits:
+            return (ATTENTION,)
+        return (NORM, ATTENTION) if ONE_PASS in self.step.traits else (NORM, ROTARY, ATTENTION)
+
+    @property
+    def main_kernel(self) -> str:
+        """Attention, which has the tensor instructions."""
+        return ATTENTION
+
+    def block(self, kernel: str) -> tuple[int, int]:
+        """Return the threads and the bytes of dynamic shared memory per block of a kernel."""
+        return self.n_threads, self.smem_bytes if kernel == ATTENTION else 0
+
+    def variants(self) -> tuple[JointKernelConfig, ...]:
+        """Return the config, and those of the other head sizes."""
+        return _variants(self)
+
+    def of_size(self, d_head: int) -> JointKernelConfig:
+        """Return the config of the same tile and another head size."""
+        return self.replace(d_head=d_head)
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        if self.d_head not in D_HEADS:
+            raise ValueError(
+                f"d_head {self.d_head} is not built: choose one of {', '.join(map(str, D_HEADS))}"
+            )
+        if self.B_c not in _BLOCKS:
+            raise ValueError(f"B_c {self.B_c} is not 32 or 64: choose one of these")
+        if not 1 <= self.n_warps <= MAX_WARPS // 2:
+            raise ValueError(
+                f"n_warps {self.n_warps} is not from 1 to {MAX_WARPS // 2}: choose 4 or 16"
+            )
+
+    @property
+    def supports(self) -> JointSupports:
+        """Sequences and contexts of any length, with one head size."""
+        return JointSupports(self.dtype, self.d_head, CHUNK_BYTES, self.n_warps * MMA_M, self.B_c)
+
+    def _blocks(self, problem: JointAttention) -> dict[str, tuple[int, int, int]]:
+        """Return the grid of each kernel that the problem needs."""
+        rows = problem.batch * (problem.n_queries + problem.n_keys)  # a warp has one
+        chunks = 2 * problem.batch * problem.length * (problem.heads * self.d_head // MMA_N)
+        tiles = -(-problem.n_queries // (self.n_warps * MMA_M))
+        grids = {NORM: (-(-rows // self.n_warps), 1, 1)}
+        if problem.rotary:
+            grids[ROTARY] = (-(-chunks // self.n_threads), 1, 1)
+        grids[ATTENTION] = (tiles, problem.heads, problem.batch)
+        return {name: grid for name, grid in grids.items() if name in self.functions}
+
+    def call(self, problem: JointAttention, strides: Strides, device: Device) -> Call:
+        """Return the launches of norm, rotary embedding and attention, those that the step has."""
+        buffers: tuple[Buffer, ...] = ()
+        if AT_LOAD not in self.step.traits:
+            of_token = problem.batch * problem.heads * self.d_head * ELEMENT_BYTES
+            buffers = (
+                Buffer(Q_NORMED, problem.n_queries * of_token, zeroed=False),
+                Buffer(K_NORMED, problem.n_keys * of_token, zeroed=False),
+            )
+        names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
+        pointers = [*names, *(buffer.name for buffer in buffers)]
+        values: dict[str, tuple[float, ...]] = {
+            **{f"{name}_strides": strides[name][:2] for name in _STRIDED if name in names},
+            "batch": (problem.batch,),
+            "length": (problem.length,),
+            "context": (problem.context,),
+            "context_queries": (problem.n_queries - problem.length,),
+            "heads": (problem.heads,),
+            "eps": (problem.eps,),
+            "scale": (problem.softmax_scale * math.log2(math.e),),
+        }
+        launches = tuple(
+            Launch(
+                kernel=self.kernels[function],
+                grid=grid,
+                block=self.block(function)[0],
+                shared_bytes=self.block(function)[1],
+                layout=ARGUMENTS,
+                values=values,
+                addresses=tuple(Address(ARGUMENTS.offset(name), name) for name in pointers),
+            )
+            for function, grid in self._blocks(problem).items()
+        )
+        return Call(launches, buffers)
+
+    def work(self, problem: JointAttention, device: Device) -> float:
+        """Return the scores of queries and keys that are computed, in whole tiles, as many on each
+        SM as on the busiest."""
+        tiles, heads, batch = self._blocks(problem)[ATTENTION]
+        blocks = -(-tiles * heads * batch // device.sms) * device.sms
+        return blocks * self.n_warps * MMA_M * -(-problem.n_keys // self.B_c) * self.B_c
+
+    def most_runs(self, problem: JointAttention, device: Device) -> int:
+        """Return the turns of the longest loop, over blocks of keys, their rows, or the chunks of a
+        row, and as many again for loops that nvcc unrolls."""
+        blocks = -(-problem.n_keys // self.B_c)
+        chunks = -(-problem.heads * self.d_head // (MMA_N * gpu.WARP))
+        return 2 * (blocks + 1) * (self.B_c + MMA_M) * (chunks + 1)
+
+    def counted_on(self, size: int) -> JointAttention:
+        """Return a problem of as many keys, without a context."""
+        return JointAttention(1, 2, size, self.d_head, self.dtype, rotary=True)
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of keys, and the tensor instructions per warp for both of its products."""
+        return "block of K and V", 2 * (self.B_c // MMA_N) * (self.d_head // MMA_K)
+
+    def loop_runs(self, size: int) -> int:
+        """Return the number of blocks of keys."""
+        return -(-size // self.B_c)
+
+
+@functools.cache  # a choice asks for them at each call
+def _variants(own: JointKernelConfig) -> tuple[JointKernelConfig, ...]:
+    return buildable_sizes(own, D_HEADS)
+
+
+def _file(number: int) -> str:
+    return f"kernels/joint/jo{number}.cuh"
+
+
+_BASE: Mapping[str, Any] = MappingProxyType({"d_head": 16, "B_c": 64, "n_warps": 4})
+
+JOINT = Family(
+    name="joint",
+    title="attention of a sequence and its context, with norm and rotary embedding",
+    operation=OPERATION,
+    prefix="jo",
+    rank=26,
+    config=JointKernelConfig,
+    base=_BASE,
+    entries=(
+        StepEntry(
+            "separate_operations",
+            "norm, rotary embedding and attention, a launch each",
+            _file(1),
+            opens={"d_head": (16,), "B_c": _BLOCKS, "n_warps": (2, 4, 8, 16)},
+            traits=frozenset({HELD_BACK}),
+        ),
+        StepEntry(
+            "norm_and_rotary",
+            "norm and rotary embedding in one pass",
+            _file(2),
+            traits=frozenset({ONE_PASS, HELD_BACK}),
+        ),
+        StepEntry(
+            "norm_at_load",
+            "norm and rotary embedding while attention loads Q and K, in one launch",
+            _file(3),
+            sets={"n_warps": 16},
+            traits=frozenset({AT_LOAD, HELD_BACK}),
+        ),
+    ),
+    targets=TARGETS,
+    kernels=MappingProxyType(dict.fromkeys((NORM, ROTARY, ATTENTION), ARGUMENTS)),
+    header=PurePosixPath("kernels/joint/arguments.cuh"),
+    dtypes=DTYPES,
+    computing=frozenset(),
+    simulated_budget=10_000_000,
+    matrix_budget=30_000_000,
+)
