@@ -19,6 +19,7 @@ from flash_attention.multimodal._checks import (
     check_tokens,
     checked_mask,
 )
+from flash_attention.multimodal._joint import joint_attention, takes
 from flash_attention.multimodal._rotary import rotate
 
 if TYPE_CHECKING:
@@ -78,11 +79,20 @@ class _Projections(nn.Module):
         """Split into heads."""
         return x.unflatten(-1, (-1, self.d_head))
 
-    def output(
-        self, o: Float[Tensor, "batch seq heads d_head"]
-    ) -> Float[Tensor, "batch seq tokens"]:
+    def output(self, o: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq tokens"]:
         """Return the output of attention in the width of the tokens."""
-        return self.out_norm(self.out(o.flatten(-2)))
+        return self.out_norm(self.out(o))
+
+    def parts(self, projected: Float[Tensor, "batch seq parts"]) -> dict[str, Tensor]:
+        """Return what the norms read, by the names of operation joint_attention: q, k and v, of all
+        heads together, and the norms' weights in their dtype."""
+        names = ("q", "k", "v") if self.has_queries else ("k", "v")
+        found = dict(zip(names, projected.split(self.width, -1), strict=True))
+        norms = {"k": self.k_norm} | ({"q": self.q_norm} if self.has_queries else {})
+        for name, norm in norms.items():
+            assert norm.weight is not None
+            found[f"{name}_weight"] = norm.weight.to(projected.dtype)
+        return found
 
 
 class _Attention(nn.Module):
@@ -100,6 +110,34 @@ class _Attention(nn.Module):
         """Compute attention by the module's backend."""
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, mask, dropout=dropout, backend=self.backend)
+
+    def fused(
+        self,
+        own: _Projections,
+        projected: Tensor,
+        rotary: Tensor | None,
+        seen: Tensor | None,
+        other: _Projections | None = None,
+        of_context: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs of attention of a sequence and its context, (batch, tokens, width),
+        with norms and rotary embedding by one operation; None where no kernel computes that, and
+        where the backend asks for none."""
+        if rotary is not None:
+            check_rotary(rotary, projected.shape[1], own.d_head)
+        if self.backend == "torch" or (self.backend == "auto" and not projected.is_cuda):
+            return None
+        tensors = own.parts(projected)
+        if rotary is not None:
+            tensors["rotary"] = rotary[: projected.shape[1]]
+        if other is not None and of_context is not None and of_context.shape[1]:
+            tensors |= {f"context_{name}": x for name, x in other.parts(of_context).items()}
+        heads, dropout = own.width // own.d_head, self.dropout if self.training else 0.0
+        eps = own.k_norm.eps
+        assert eps is not None
+        if not takes(tensors, heads, masked=seen is not None, dropout=dropout):
+            return None
+        return joint_attention(tensors, heads, eps)
 
     def extra_repr(self) -> str:
         """Return the options in the text of a model."""
@@ -156,9 +194,11 @@ class SelfAttention(_Attention):
         check_tokens("x", x, self.sequence.qkv.weight)
         seen = checked_mask("mask", mask, x)
         projected = self.sequence.qkv(x)
+        if (outputs := self.fused(self.sequence, projected, rotary, seen)) is not None:
+            return self.sequence.output(outputs[0])
         q, (k, v) = self.sequence.queries(projected), self.sequence.keys_and_values(projected)
         q, k = _turned(rotary, q, k)
-        return self.sequence.output(self.attend(q, k, v, seen))
+        return self.sequence.output(self.attend(q, k, v, seen).flatten(-2))
 
 
 class CrossAttention(_Attention):
@@ -251,37 +291,58 @@ class JointAttention(_Attention):
         A context of no tokens, or None, leaves attention of x to itself. rotary, mask,
         context_mask and errors: as for `SelfAttention`.
         """
-        own = self.sequence
+        own, other = self.sequence, self.context
         check_tokens("x", x, own.qkv.weight)
         seen = checked_mask("mask", mask, x)
-        projected = own.qkv(x)
-        q, (k, v) = own.queries(projected), own.keys_and_values(projected)
-        q, k = _turned(rotary, q, k)
         if context is None:
             if context_mask is not None:
                 raise ValueError("context_mask is given without a context: pass both or neither")
-            return own.output(self.attend(q, k, v, seen)), None
-        other = self.context
-        check_tokens("context", context, other.qkv.weight, may_be_empty=True)
-        check_batch(x, context)
-        context_seen = checked_mask("context_mask", context_mask, context)
-        projected = other.qkv(context)
-        k, v = (
-            torch.cat(pair, 1)
-            for pair in zip((k, v), other.keys_and_values(projected), strict=True)
-        )
-        if seen is not None or context_seen is not None:
-            seen = torch.cat(
-                [
-                    torch.ones(of.shape[:2], dtype=torch.bool, device=of.device)
-                    if each is None
-                    else each
-                    for each, of in ((seen, x), (context_seen, context))
-                ],
-                1,
+        else:
+            check_tokens("context", context, other.qkv.weight, may_be_empty=True)
+            check_batch(x, context)
+            seen = _joined_masks(
+                (seen, x), (checked_mask("context_mask", context_mask, context), context)
             )
-        if not other.has_queries:
-            return own.output(self.attend(q, k, v, seen)), None
-        o = self.attend(torch.cat((q, other.queries(projected)), 1), k, v, seen)
-        of_x, of_context = o.split([x.shape[1], context.shape[1]], 1)
-        return own.output(of_x), other.output(of_context)
+        of_x = own.qkv(x)
+        of_context = None if context is None else other.qkv(context)
+        o, context_o = self._attended(of_x, of_context, rotary, seen)
+        return own.output(o), None if context_o is None else other.output(context_o)
+
+    def _attended(
+        self,
+        of_x: Float[Tensor, "batch length parts"],
+        of_context: Float[Tensor, "batch tokens other_parts"] | None,
+        rotary: Float[Tensor, "positions pairs 2"] | None,
+        seen: Bool[Tensor, "batch keys"] | None,
+    ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch tokens width"] | None]:
+        """Return attention of both projections; None for a context that is None or has no
+        queries."""
+        own, other = self.sequence, self.context
+        has_output = of_context is not None and other.has_queries
+        fused = self.fused(own, of_x, rotary, seen, other, of_context)
+        if fused is not None:
+            return fused[0], fused[1] if has_output else None
+        q, (k, v) = own.queries(of_x), own.keys_and_values(of_x)
+        q, k = _turned(rotary, q, k)
+        if of_context is not None:
+            pairs = zip((k, v), other.keys_and_values(of_context), strict=True)
+            k, v = (torch.cat(pair, 1) for pair in pairs)
+            if has_output:
+                q = torch.cat((q, other.queries(of_context)), 1)
+        o = self.attend(q, k, v, seen).flatten(-2)
+        length = of_x.shape[1]
+        return o[:, :length], o[:, length:] if has_output else None
+
+
+def _joined_masks(
+    *masks: tuple[Tensor | None, Tensor],
+) -> Bool[Tensor, "batch keys"] | None:
+    """Return masks of tokens as one of all tokens; None if all are seen. masks: each beside the
+    tokens that it is of."""
+    if all(mask is None for mask, _ in masks):
+        return None
+    found = (
+        torch.ones(of.shape[:2], dtype=torch.bool, device=of.device) if mask is None else mask
+        for mask, of in masks
+    )
+    return torch.cat([*found], 1)

@@ -9,6 +9,7 @@ from flash_helpers.console.tables import Table
 from flash_helpers.gpu import MOST_SMS, Device, largest_device
 from flash_helpers.kernel_configs import FAMILIES, AttentionForward
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
+from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.registry.problem import Problem
 from flash_helpers.tune.best import config_for
 
@@ -46,6 +47,9 @@ def parts() -> dict[str, Problem | None]:
         forward = AttentionForward(_BATCH, heads, length, d_head)
         found[f"attention, heads of {d_head}"] = forward
         found[f"its gradients, heads of {d_head}"] = AttentionBackward.of(forward)
+    found["QK-RMSNorm, RoPE and attention, heads of 16"] = JointAttention(
+        *(_BATCH, _WIDTH // 16, _LENGTH), context=_CONTEXT, rotary=True
+    )
     found["projections, QK-RMSNorm, RoPE"] = None
     found["adaptive layer norms, gates"] = None
     found["feed-forward"] = None
@@ -63,7 +67,7 @@ def _place(problem: Problem | None, gpu: Device) -> tuple[str, str]:
         return PYTORCH, ""
     try:
         return config_for(problem, gpu).short_form(), ""
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         return PYTORCH, str(error)
 
 

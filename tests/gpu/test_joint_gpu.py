@@ -1,0 +1,130 @@
+"""Joint attention of a sequence and its context on a GPU: all sizes of the target, slices of packed
+projections, bits that repeat, and graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gpu_problems import each
+
+import flash_attention
+from flash_helpers.check.errors import measure_error
+from flash_helpers.kernel_configs import Element, get_listed_configs
+from flash_helpers.operations.joint_attention.inputs import draw
+from flash_helpers.operations.joint_attention.problem import JointAttention
+from flash_helpers.operations.joint_attention.problems import DISTRIBUTIONS
+from flash_helpers.operations.joint_attention.reference import reference
+from flash_helpers.registry.joint import D_HEADS, JOINT, JointKernelConfig
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = [config for config in get_listed_configs() if config.family is JOINT]
+HEADS = 8
+
+each_config = each(CONFIGS)
+
+
+def run(
+    config: JointKernelConfig, problem: JointAttention, inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The outputs; that of the context begins as NaN."""
+    given = dict(inputs)
+    if problem.has("context_o"):
+        shape = problem.tensor("context_o").shape
+        given["context_o"] = inputs["q"].new_full(shape, math.nan)
+    found = flash_attention.run(config, *problem.arranged(given), **problem.call_options())
+    return {tensor.name: found[tensor.name] for tensor in problem.outputs}
+
+
+def check(
+    problem: JointAttention, inputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
+) -> None:
+    wanted = reference(problem, inputs)
+    for name, bound in wanted.bounds.items():
+        error = measure_error(found[name], wanted.expected[name])
+        assert error.within(bound), (name, error.excess(bound))
+
+
+@each_config
+@pytest.mark.parametrize("length", [1, 64, 186, 512])
+@pytest.mark.parametrize("context", [0, 1, 64, 256])
+def test_the_sizes_of_the_target_are_right(
+    config: JointKernelConfig, length: int, context: int, cuda_device: torch.device
+) -> None:
+    for has_queries in (True, False) if context else (True,):
+        problem = JointAttention(
+            *(3, HEADS, length, 16, config.dtype),
+            context=context,
+            context_queries=has_queries,
+            rotary=True,
+        )
+        inputs = draw("normal", problem, cuda_device, seed=length)
+        check(problem, inputs, run(config, problem, inputs))
+
+
+@each_config
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_all_inputs_are_right_and_bits_repeat(
+    config: JointKernelConfig, distribution: str, cuda_device: torch.device
+) -> None:
+    problem = JointAttention(64, HEADS, 186, 16, config.dtype, context=64, rotary=True)
+    inputs = draw(distribution, problem, cuda_device)
+    first = run(config, problem, inputs)
+    check(problem, inputs, first)
+    for _ in range(100):
+        again = run(config, problem, inputs)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("d_head", D_HEADS)
+@pytest.mark.parametrize("step", JOINT.steps)
+def test_other_head_sizes_without_rotary_embedding_are_right(
+    step: str, d_head: int, cuda_device: torch.device
+) -> None:
+    config = JOINT.fixed_config(JOINT.steps[step], Element.BF16).of_size(d_head)
+    problem = JointAttention(2, 5, 100, d_head, context=30, eps=1e-3, softmax_scale=0.2)
+    inputs = draw("normal", problem, cuda_device)
+    check(problem, inputs, run(config, problem, inputs))
+
+
+@each_config
+def test_slices_of_packed_projections_are_taken_as_they_are(
+    config: JointKernelConfig, cuda_device: torch.device
+) -> None:
+    problem = JointAttention(1024, HEADS, 186, 16, config.dtype, context=20, rotary=True)
+    inputs = draw("normal", problem, cuda_device)
+    whole = run(config, problem, inputs)
+    for stream in ("", "context_"):
+        names = [f"{stream}{name}" for name in "qkv"]
+        packed = torch.cat([inputs[name] for name in names], -1)
+        inputs |= zip(names, packed.split(problem.width, -1), strict=True)
+    found = run(config, problem, inputs)
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+    few = {n: x[:4] if x.ndim == 3 and n != "rotary" else x for n, x in inputs.items()}
+    check(
+        JointAttention(4, HEADS, 186, 16, config.dtype, context=20, rotary=True),
+        few,
+        {name: x[:4] for name, x in found.items()},
+    )
+
+
+@each_config
+def test_a_cuda_graph_replays_with_new_inputs(
+    config: JointKernelConfig, cuda_device: torch.device
+) -> None:
+    problem = JointAttention(2, HEADS, 65, 16, config.dtype, context=7, rotary=True)
+    draws = [draw("normal", problem, cuda_device, seed=seed) for seed in range(2)]
+    given = {name: x.clone() for name, x in draws[0].items()}
+    run(config, problem, given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(config, problem, given)
+    for values in draws:
+        for name, x in values.items():
+            given[name].copy_(x)
+        for x in found.values():
+            x.fill_(math.nan)
+        graph.replay()
+        check(problem, values, found)
