@@ -265,6 +265,6 @@ JOINT = Family(
     header=PurePosixPath("kernels/joint/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=10_000_000,
-    matrix_budget=30_000_000,
+    simulated_budget=9_000_000,
+    matrix_budget=400_000,
 )
