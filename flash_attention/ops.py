@@ -4,6 +4,7 @@ what PyTorch computes with a matrix product that is not needed.
     from flash_attention import ops
     y = ops.layer_norm(x, (width,), weight, bias)    # F.layer_norm
     y = ops.rms_norm(x, (width,), weight)            # F.rms_norm
+    y, s = ops.rms_norm(x, (width,), weight, residual=r)  # s = x + r, F.rms_norm(s, ...)
     y = ops.softmax(x, dim=-1)                       # torch.softmax
     C = ops.diagonal_matmul(a, B)                    # torch.diag(a) @ B
     y = ops.linear_rowsum(x, weight, bias)           # F.linear(x, weight, bias).sum(-1)
@@ -19,12 +20,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from flash_attention._operators import below_autograd, compile_while_tracing, define
 from flash_helpers.kernel_configs import Config, Element
+from flash_helpers.operations.add_norm.problem import AddNorm
 from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.diagonal_backward.baselines import gradient_of_a
 from flash_helpers.operations.diagonal_backward.problem import DiagonalBackward
@@ -380,6 +382,24 @@ def softmax(
 # -- layer norm and RMS norm -----------------------------------------------------------------------
 
 
+def _norm_gradients(
+    ctx: Any, dy: torch.Tensor, *asked: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of x, weight and bias that are asked for, each from that of y and from
+    what the node of a norm has saved: x, weight, the mean of layer norm, rstd."""
+    x, weight, *statistics = ctx.saved_tensors
+    of_x, of_weight, of_bias = asked
+    mean, rstd = (None, *statistics)[-2:]
+    if torch.is_grad_enabled():  # these are to be differentiated, too
+        mean = None if ctx.is_rms else x.float().mean(-1)
+        centred = x.float() if mean is None else x.float() - mean[:, None]
+        rstd = (centred.square().mean(-1) + ctx.eps).rsqrt()
+        names = ("of_x", "of_weight", "of_bias")
+        return gradients(dy, x, rstd, mean, weight, **dict(zip(names, asked, strict=True)))
+    dx, dweight, dbias = _norm_backward(_rows(dy), x, rstd, mean, weight, of_weight, of_bias)
+    return dx if of_x else None, dweight if of_weight else None, dbias if of_bias else None
+
+
 class _Norm(torch.autograd.Function):
     """A node of the autograd graph that computes y, and keeps what the gradients need: x, weight,
     and the mean, which RMS norm does not have, and the reciprocal deviation of each row."""
@@ -405,18 +425,42 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return (None,) * 6
-        x, weight, *statistics = ctx.saved_tensors
-        _, of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
-        mean, rstd = (None, *statistics)[-2:]
-        if torch.is_grad_enabled():  # these are to be differentiated, too
-            mean = None if ctx.is_rms else x.float().mean(-1)
-            centred = x.float() if mean is None else x.float() - mean[:, None]
-            rstd = (centred.square().mean(-1) + ctx.eps).rsqrt()
-            asked = {"of_x": of_x, "of_weight": of_weight, "of_bias": of_bias}
-            return None, *gradients(dy, x, rstd, mean, weight, **asked), None, None
-        dx, dweight, dbias = _norm_backward(_rows(dy), x, rstd, mean, weight, of_weight, of_bias)
-        found = ((dx, of_x), (dweight, of_weight), (dbias, of_bias))
-        return None, *(gradient if is_asked else None for gradient, is_asked in found), None, None
+        return None, *_norm_gradients(ctx, dy, *ctx.needs_input_grad[1:4]), None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """The same for a norm of x + residual, which keeps the sum instead of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Callable[[], tuple[torch.Tensor, ...]],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        is_rms: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        y, total, *statistics = function()
+        ctx.save_for_backward(total, weight, *statistics)
+        ctx.mark_non_differentiable(*statistics)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.is_rms = eps, is_rms
+        return y, total, *statistics
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, *_: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        _, of_x, of_residual, of_weight, of_bias, *_ = ctx.needs_input_grad
+        dweight = dbias = None
+        if dy is not None:
+            asked = of_x or of_residual, of_weight, of_bias
+            of_norm, dweight, dbias = _norm_gradients(ctx, dy, *asked)
+            dtotal = of_norm if of_norm is None or dtotal is None else of_norm + dtotal
+        dx, dresidual = dtotal if of_x else None, dtotal if of_residual else None
+        return None, dx, dresidual, dweight, dbias, None, None
 
 
 def _define_norm_backward() -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -471,19 +515,30 @@ def _define_norm_backward() -> Callable[..., tuple[torch.Tensor, ...]]:
 _norm_backward = _define_norm_backward()
 
 
-def _define_norm(schema: str, *, is_rms: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Define the operator of a norm, which returns y and the statistics of the rows."""
+def _define_norm(
+    schema: str,
+    *,
+    is_rms: bool,
+    kind: type[Norm] = Norm,
+    node: type[torch.autograd.Function] = _Norm,
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Define the operator of a norm, which returns y, of a norm of a sum also the sum, and the
+    statistics of the rows."""
     name = schema.partition("(")[0]
-    statistics = ("rstd",) if is_rms else ("mean", "rstd")
+    inputs = [name for name in kind.axes if name not in kind.outputs_named]
+    written = [name for name in kind.axes if name in kind.outputs_named]
+    if is_rms:
+        written.remove("mean")
 
-    def given(
-        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        return named((("x", x), ("weight", weight), ("bias", bias)))
+    def given(tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        return named(zip(inputs, tensors, strict=True))
 
     def outputs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = (x.new_empty(x.shape[:1], dtype=torch.float32) for _ in statistics)
-        return x.new_empty(x.shape), *rows
+        is_per_row = (kind.axes[name] == ("row",) for name in written)
+        return tuple(
+            x.new_empty(x.shape[:1], dtype=torch.float32) if per_row else x.new_empty(x.shape)
+            for per_row in is_per_row
+        )
 
     def asked(eps: float) -> tuple[None, tuple[tuple[str, Any], ...]]:
         return None, (("rms", is_rms), ("eps", eps))
@@ -491,27 +546,23 @@ def _define_norm(schema: str, *, is_rms: bool) -> Callable[..., tuple[torch.Tens
     def choose(asked: Any, tensors: Mapping[str, Laid]) -> Config:
         element = element_of("x", tensors["x"], _ELEMENTS)
         return choose_config(
-            posed_problem(Norm, element, tensors, **dict(asked[1])), tensors["x"].device
+            posed_problem(kind, element, tensors, **dict(asked[1])), tensors["x"].device
         )
 
-    def function(
-        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> tuple[torch.Tensor, ...]:
-        tensors = given(x, weight, bias)
-        tensors |= dict(zip(("y", *statistics), outputs(x), strict=True))
-        found = compute(Norm, asked(eps), (*tensors,), (*tensors.values(),), choose)
-        return (*found[-1 - len(statistics) :],)
+    def function(*args: Any) -> tuple[torch.Tensor, ...]:
+        tensors = given(args[:-1])
+        tensors |= dict(zip(written, outputs(args[0]), strict=True))
+        found = compute(kind, asked(args[-1]), (*tensors,), (*tensors.values(),), choose)
+        return (*found[-len(written) :],)
 
-    def fake(
-        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> tuple[torch.Tensor, ...]:
-        tensors = given(x, weight, bias)
-        if constant_call(Norm, None, tensors, rms=is_rms, eps=eps) is None:
-            compile_while_tracing(choose(asked(eps), tensors), x.device)
-        return outputs(x)
+    def fake(*args: Any) -> tuple[torch.Tensor, ...]:
+        tensors, eps = given(args[:-1]), args[-1]
+        if constant_call(kind, None, tensors, rms=is_rms, eps=eps) is None:
+            compile_while_tracing(choose(asked(eps), tensors), tensors["x"].device)
+        return outputs(tensors["x"])
 
     def gradient(keys: torch._C.DispatchKeySet, *args: Any) -> tuple[torch.Tensor, ...]:
-        return _Norm.apply(below_autograd(name, keys, args), *args, is_rms)
+        return node.apply(below_autograd(name, keys, args), *args, is_rms)
 
     return define(schema, function, fake, gradient)
 
@@ -523,18 +574,41 @@ _layer_norm = _define_norm(
 _rms_norm = _define_norm(
     "rms_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", is_rms=True
 )
+_add_layer_norm = _define_norm(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    is_rms=False,
+    kind=AddNorm,
+    node=_AddNorm,
+)
+_add_rms_norm = _define_norm(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
+    "-> (Tensor, Tensor, Tensor)",
+    is_rms=True,
+    kind=AddNorm,
+    node=_AddNorm,
+)
 
 
 def _normed(
     operator: Callable[..., tuple[torch.Tensor, ...]],
-    x: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
     shape: Sequence[int],
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-) -> torch.Tensor:
-    """Return the norm of x over its last dimensions, which have this shape."""
-    check_types(named((("input", x), ("weight", weight), ("bias", bias))))
+) -> tuple[torch.Tensor, ...]:
+    """Return the norm of the input over its last dimensions, which have this shape; of two inputs
+    that of their sum, and the sum."""
+    matrices = dict(zip(("input", "residual"), inputs, strict=False))
+    check_types(matrices | named((("weight", weight), ("bias", bias))))
+    x, *others = inputs
+    for other in others:
+        if other.shape != x.shape:
+            raise ValueError(
+                f"residual has shape {tuple(other.shape)} and input has shape {tuple(x.shape)}: "
+                "both must be equal"
+            )
     shape = tuple(shape)
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape or len(shape) > x.ndim:
         raise ValueError(
@@ -548,10 +622,51 @@ def _normed(
                 "must be equal"
             )
     width = math.prod(shape)
-    rows = x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), width)
+    n_rows = math.prod(x.shape[: x.ndim - len(shape)])
+    rows = (_rows(matrix.reshape(n_rows, width)) for matrix in inputs)
     vectors = (None if vector is None else vector.reshape(width) for vector in (weight, bias))
-    y, *_ = operator(_rows(rows), *vectors, eps)
-    return y.reshape(x.shape)
+    found = operator(*rows, *vectors, eps)
+    return tuple(output.reshape(x.shape) for output in found[: len(inputs)])
+
+
+def _of_one_or_two(
+    operators: tuple[Callable[..., tuple[torch.Tensor, ...]], ...],
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    *given: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of x by the first operator; with a residual that of the sum, and the sum, by
+    the second."""
+    alone, of_sum = operators
+    if residual is None:
+        (y,) = _normed(alone, (x,), *given)
+        return y
+    y, total = _normed(of_sum, (x, residual), *given)
+    return y, total
+
+
+@overload
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def layer_norm(
@@ -560,17 +675,22 @@ def layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
-) -> torch.Tensor:
-    """Compute torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps).
+    *,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps), or that
+    of input + residual.
 
     input: of any shape that ends in normalized_shape, fp16, bf16 or fp32. Rows may be any distance
         apart, and begin at any element; where they have another stride than 1 along them, input is
         copied.
     normalized_shape: sizes of the last dimensions, 1 to 131072 elements together.
     weight, bias: of normalized_shape, with the dtype and device of input.
+    residual: of the shape, dtype and device of input, laid out as any input. One kernel adds it and
+        takes the norm of the rounded sum.
 
-    Returns y with the shape of input. Mean and variance are fp32, and the variance is the mean of
-    the squared differences from the mean. y is rounded once.
+    Returns y with the shape of input; with a residual y and the sum. Mean and variance are fp32,
+    and the variance is the mean of the squared differences from the mean. y is rounded once.
 
     Gradients are computed by a kernel in fp32, from x and the stored mean and deviation of each
     row, and rounded once. Those of weight and bias are sums over all rows, in an order that is the
@@ -580,7 +700,30 @@ def layer_norm(
     Raises TypeError for another dtype, or two; ValueError for shapes that do not fit together, too
     many elements and tensors on two devices; RuntimeError for a device that runs no kernel.
     """
-    return _normed(_layer_norm, input, normalized_shape, weight, bias, eps)
+    operators = _layer_norm, _add_layer_norm
+    return _of_one_or_two(operators, input, residual, normalized_shape, weight, bias, eps)
+
+
+@overload
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    residual: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(
@@ -588,8 +731,11 @@ def rms_norm(
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
-    """Compute torch.nn.functional.rms_norm(input, normalized_shape, weight, eps).
+    *,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute torch.nn.functional.rms_norm(input, normalized_shape, weight, eps), or that of
+    input + residual.
 
     eps: None is the machine epsilon of input's dtype, as in PyTorch. All else is as for
     `layer_norm`; there is no mean and no bias.
@@ -597,7 +743,8 @@ def rms_norm(
     if eps is None:
         check_types({"input": input})
         eps = torch.finfo(input.dtype).eps
-    return _normed(_rms_norm, input, normalized_shape, weight, None, eps)
+    operators = _rms_norm, _add_rms_norm
+    return _of_one_or_two(operators, input, residual, normalized_shape, weight, None, eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):

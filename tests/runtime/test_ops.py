@@ -8,6 +8,9 @@ import torch
 
 from flash_attention import ops
 from flash_helpers.check.errors import measure_error
+from flash_helpers.operations.add_norm.inputs import draw as draw_add_norm
+from flash_helpers.operations.add_norm.problem import AddNorm
+from flash_helpers.operations.add_norm.reference import reference as add_norm_reference
 from flash_helpers.operations.diagonal.inputs import draw as draw_diagonal
 from flash_helpers.operations.diagonal.problem import Diagonal
 from flash_helpers.operations.diagonal.reference import diagonal_reference
@@ -320,6 +323,65 @@ def test_gradients_are_operators_whose_own_gradients_are_refused() -> None:
     torch.library.opcheck(operator, (y.detach(), dy.detach()))
     with pytest.raises(RuntimeError, match=r"call ops\.softmax"):
         operator(y, dy).sum().backward()
+
+
+def drawn_add_norm(element: Element) -> tuple[torch.Tensor, ...]:
+    return tuple(draw_add_norm("normal", AddNorm(6, 37, element, weight=True)).values())
+
+
+@each_element
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+def test_a_residual_is_added_before_the_norm(element: Element, rms: bool) -> None:
+    problem = AddNorm(6, 37, element, rms=rms, weight=True, bias=not rms)
+    inputs = draw_add_norm("normal", problem)
+    x, residual, *vectors = inputs.values()
+    norm = ops.rms_norm if rms else ops.layer_norm
+    y, total = norm(x, (37,), *vectors, eps=problem.eps, residual=residual)
+    wanted = add_norm_reference(problem, inputs)
+    for name, found in (("y", y), ("sum", total)):
+        assert measure_error(found, wanted.expected[name]).within(wanted.bounds[name]), name
+    over_two = (matrix.reshape(2, 3, 37) for matrix in (x, residual))
+    y_of_two, total_of_two = norm(
+        next(over_two), (37,), *vectors, eps=problem.eps, residual=next(over_two)
+    )
+    assert y_of_two.equal(y.reshape(2, 3, 37)) and total_of_two.equal(total.reshape(2, 3, 37))
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("used", ["both", "y", "sum"])
+def test_gradients_of_a_norm_with_a_residual_are_those_of_pytorch(used: str, rms: bool) -> None:
+    x, residual, weight = drawn_add_norm(Element.FP32)
+    upstream = torch.linspace(0.5, 2.0, 2 * x.numel()).reshape(2, *x.shape)
+    norm, by_pytorch = (ops.rms_norm, F.rms_norm) if rms else (ops.layer_norm, F.layer_norm)
+
+    def gradients(of: str) -> tuple[torch.Tensor | None, ...]:
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, residual, weight)]
+        if of == "ours":
+            y, total = norm(leaves[0], (37,), leaves[2], eps=1e-5, residual=leaves[1])
+        else:
+            total = leaves[0] + leaves[1]
+            y = by_pytorch(total, (37,), leaves[2], eps=1e-5)
+        parts = {"y": (y * upstream[0]).sum(), "sum": (total * upstream[1]).sum()}
+        loss = parts["y"] + parts["sum"] if used == "both" else parts[used]
+        first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        if used == "sum":
+            return first
+        penalty = first[0].square().sum()
+        return *first, *torch.autograd.grad(penalty, leaves)
+
+    for own, other in zip(gradients("ours"), gradients("pytorch"), strict=True):
+        if other is None:
+            assert own is None
+        else:
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
+def test_a_norm_with_a_residual_is_one_operator(rms: bool) -> None:
+    x, residual, weight = (leaf.requires_grad_() for leaf in drawn_add_norm(Element.FP32))
+    name = "add_rms_norm" if rms else "add_layer_norm"
+    operator = getattr(torch.ops.flash_attention, name).default
+    torch.library.opcheck(operator, (x, residual, weight, None, 1e-5))
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])

@@ -156,7 +156,7 @@ NORM_BACKWARD_CLUSTER = Family(
     title="the backward pass of layer norm and RMS norm along wide rows",
     operation=OPERATION,
     prefix="nc",
-    rank=21,
+    rank=22,
     config=NormBackwardClusterKernelConfig,
     base=MappingProxyType(
         {"n_warps": 16, "chunks": 4, "cluster_blocks": 2, "spare": 0, "rms": False}

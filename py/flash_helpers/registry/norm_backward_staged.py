@@ -172,7 +172,7 @@ NORM_BACKWARD_STAGED = Family(
     title="the backward pass of layer norm and RMS norm, with rows in shared memory",
     operation=OPERATION,
     prefix="w",
-    rank=20,
+    rank=21,
     config=NormBackwardStagedKernelConfig,
     base=MappingProxyType(
         {"n_warps": 8, "chunks": 2, "row_threads": 256, "staged_rows": 3, "rms": False}
