@@ -155,6 +155,18 @@ class TestOtherCalls:
             made(SelfAttention)(X, rotary=TABLE[:6])
         assert taken == []
 
+    @pytest.mark.parametrize("has_queries", [None, False, True])
+    def test_the_operator_is_one_that_pytorch_can_trace(self, taken, has_queries) -> None:
+        parts = made(JointAttention).sequence.parts(drawn(1, 5, 3 * WIDTH))
+        of_context = made(JointAttention, returns_context=bool(has_queries)).context.parts(
+            drawn(1, TOKENS, (3 if has_queries else 2) * WIDTH)
+        )
+        if has_queries is not None:
+            parts |= {f"context_{name}": x for name, x in of_context.items()}
+        given = (*map(parts.get, _joint._INPUTS), HEADS, 1e-6)
+        given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+        torch.library.opcheck(torch.ops.flash_attention.joint_attention.default, given)
+
     def test_a_module_compiles_to_one_graph(self, taken) -> None:
         module = made(JointAttention)
         right = outputs(module, X, CONTEXT, rotary=TABLE)

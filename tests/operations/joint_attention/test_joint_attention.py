@@ -16,7 +16,7 @@ from flash_attention import multimodal
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import Element
 from flash_helpers.operations.joint_attention import OPERATION
-from flash_helpers.operations.joint_attention.baselines import run
+from flash_helpers.operations.joint_attention.baselines import attended, run
 from flash_helpers.operations.joint_attention.grid import UNRELATED, distance
 from flash_helpers.operations.joint_attention.inputs import draw, rotary_table
 from flash_helpers.operations.joint_attention.problem import JointAttention
@@ -122,6 +122,14 @@ def test_pytorch_is_within_the_bound_and_one_wrong_element_is_not(
         assert measure_error(found[name], expected).max_abs <= bound.max_abs
         found[name][1, 2, 3] += 0.1 * expected.abs().max() + 0.05
         assert not measure_error(found[name], expected).within(bound)
+
+
+def test_what_is_measured_in_torch_compile_is_one_graph() -> None:
+    inputs = draw("normal", OPERATION.small)
+    compiled = torch.compile(attended, backend="eager", fullgraph=True, dynamic=False)
+    found, right = (f(OPERATION.small, inputs) for f in (compiled, attended))
+    assert found.keys() == right.keys() == {"o", "context_o"}
+    assert all(torch.equal(found[name], right[name]) for name in right)
 
 
 @pytest.mark.parametrize(

@@ -63,15 +63,16 @@ def outputs(problem: JointAttention, o: torch.Tensor) -> dict[str, torch.Tensor]
     return {"o": own} if not problem.has("context_o") else {"o": own, "context_o": of_context}
 
 
-def _attended(
+def attended(
     problem: JointAttention, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
+    """Return o, and context_o if the problem has it, by PyTorch's operators."""
     q, k, v = (x.transpose(1, 2) for x in queries_keys_values(problem, tensors))
     o = scaled_dot_product_attention(q, k, v, scale=problem.softmax_scale)
     return outputs(problem, o.transpose(1, 2))
 
 
-_compiled = functools.cache(lambda: compiled(_attended))
+_compiled = functools.cache(lambda: compiled(attended))
 
 
 def run(
@@ -79,7 +80,7 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Return o, and context_o if the problem has it, by one of the operation's libraries."""
     given = {tensor.name: tensors[tensor.name] for tensor in problem.inputs}
-    found: dict[str, torch.Tensor] = (_compiled() if library == "compiled_joint" else _attended)(
+    found: dict[str, torch.Tensor] = (_compiled() if library == "compiled_joint" else attended)(
         problem, given
     )
     return found
