@@ -344,14 +344,18 @@ class TestTracing:
 def test_the_examples_of_the_page_run():
     section = DOCS.read_text().partition("## Decode\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {"torch": torch, "flash_attention": flash_attention, "device": "cpu"}
     outputs = []
     for block in blocks:
         exec(block, names)
         outputs.append(names["o"])
-    of_page, appended, by_wrapper, in_pieces = outputs
+    of_page, appended, by_wrapper, in_pieces, of_levels = outputs
     assert of_page.shape == appended.shape == (2, 1, 8, 128)
     assert torch.equal(names["places"]["cache_seqlens"], torch.tensor([41, 18]).int())
     assert torch.equal(by_wrapper, appended[:, 0])
     torch.testing.assert_close(in_pieces, appended)
+    q, k, v = (names[name] for name in ("q", "k_pages", "v_pages"))
+    lengths, table = (torch.tensor(x).int() for x in ([41, 34], [[3, 0, 5], [3, 0, 1]]))
+    alone = flash_attention.decode(q, k, v, cache_seqlens=lengths, block_table=table)
+    torch.testing.assert_close(of_levels, alone[:, 0], atol=1e-2, rtol=1e-2)

@@ -175,7 +175,7 @@ LAYER_NORM = Family(
     dtypes=_DTYPES,
     computing=frozenset(),
     simulated_budget=2_500_000,
-    matrix_budget=1_000_000,
+    matrix_budget=1_400_000,
 )
 
 RMS_NORM = Family(
