@@ -3,6 +3,7 @@ in which all tests of a family in a file passed."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,26 @@ def test_another_instruction_launch_or_compiler_is_another_kernel() -> None:
     assert digest != kernels_digest([config], {config.short_form(): PTX.replace(".88", ".89")})
     other = config.replace(static_row_stride=0)
     assert digest != kernels_digest([other], {other.short_form(): PTX})
+
+
+def test_every_process_has_the_same_launches() -> None:
+    """The order of a set is its process's own."""
+    program = (
+        "from matrix_digest import ROOT, launches_text, listed_configs\n"
+        "print(*map(launches_text, listed_configs(ROOT)), sep='\\n')"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "2")
+    }
+    (text,) = texts
+    assert text
 
 
 def test_files_are_known_by_name_and_text(tmp_path) -> None:

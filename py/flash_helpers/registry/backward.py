@@ -69,8 +69,8 @@ from flash_helpers.registry.wgmma import (
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
 GRADIENTS, CONVERT = "gradients_kernel", "convert_kernel"
 _WRITTEN = {
-    **dict.fromkeys((DQ, CONVERT), frozenset({"dq"})),
-    DKDV: frozenset({"dk", "dv"}),
+    **dict.fromkeys((DQ, CONVERT), ("dq",)),
+    DKDV: ("dk", "dv"),
 }
 DELTA_THREADS = 256  # of a thread block of delta_kernel, each of which has 8 columns of a row
 
@@ -471,7 +471,7 @@ class BackwardKernelConfig(Config):
                 values=values,
                 addresses=tuple(Address(ARGUMENTS.offset(x), y) for x, y in pointers.items()),
                 tensor_maps=tuple((ARGUMENTS.offset(member), x) for member, x in maps.items()),
-                outputs=_WRITTEN.get(kernel, frozenset()),
+                outputs=_WRITTEN.get(kernel, ()),
                 programmatic=PROGRAMMATIC in self.step.traits,
             )
             for kernel, name in self.kernels.items()

@@ -79,8 +79,8 @@ P_SLOTS = 2  # of P, which passes from the one to the other
 DELTA, DQ, DKDV = "delta_kernel", "dq_kernel", "dkdv_kernel"
 GRADIENTS_KERNEL, CONVERT = "gradients_kernel", "convert_kernel"
 _WRITTEN = {
-    **dict.fromkeys((DQ, CONVERT), frozenset({"dq"})),
-    DKDV: frozenset({"dk", "dv"}),
+    **dict.fromkeys((DQ, CONVERT), ("dq",)),
+    DKDV: ("dk", "dv"),
 }
 _POINTERS = {"dO": "do", **{name: name.lower() for name in "QKVO"}}
 _GRADIENTS = {f"d{of.upper()}": name for name, of in GRADIENTS.items()}
@@ -354,7 +354,7 @@ class BackwardSyncKernelConfig(Config):
                     Address(ARGUMENTS.offset(member), name, first * batch_bytes[name])
                     for member, name in names.items()
                 ),
-                outputs=_WRITTEN.get(kernel, frozenset()),
+                outputs=_WRITTEN.get(kernel, ()),
             )
             for kernel, grid in self._grids(problem).items()
             for first in starts(problem.batch, most)

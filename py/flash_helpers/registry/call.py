@@ -243,7 +243,7 @@ class Launch:
     addresses: tuple[Address, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
     tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
-    outputs: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] = ()
     programmatic: bool = False
 
     @cached_property
@@ -287,7 +287,7 @@ class Call:
 
     def of_outputs(self, wanted: Collection[str]) -> Call:
         """Return the call without the launches that write other outputs alone."""
-        kept = (x for x in self.launches if not x.outputs or x.outputs.intersection(wanted))
+        kept = (x for x in self.launches if not x.outputs or {*x.outputs}.intersection(wanted))
         return replace(self, launches=tuple(kept))
 
     @property
