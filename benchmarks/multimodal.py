@@ -35,7 +35,8 @@ BATCHES, LENGTHS, CONTEXTS = (1, 16, 64, 256, 1024), (64, 186, 512), (0, 64, 256
 DESCRIPTION = """\
 Time joint attention, a transformer block and a model of 12 layers of flash_attention.multimodal, at
 width 128 with 8 heads and feed-forward 512, in bf16: eager with PyTorch's attention, eager with a
-kernel where one takes the problem, and compiled by torch.compile with max-autotune. All are
+kernel where one takes the problem, eager with norms, rotary embedding, modulation and gates in
+Triton, where it is installed, and compiled by torch.compile with max-autotune. All are
 replayed from CUDA graphs, in turns under sustained load. Each output is first compared with
 float64. The floor is the time of the least bytes at the speed of a copy, or of the matrix products
 at the speed of a large one, both measured in the same process. The file is written after each
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     from flash_helpers.measure.machine import GpuSensor
     from flash_helpers.measure.multimodal import (
         contenders,
+        left_out,
         make_call,
         measure_problem,
         measure_rates,
@@ -111,13 +113,17 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     protocol = Protocol(rounds=arguments.rounds, loads=(LOADS[SUSTAINED],))
     timer, sensor = make_timer(backend.device, protocol), GpuSensor(backend.device)
     provenance = provenance_here(backend, command, arguments, ROOT)
+    reasons = {name: reason for name in arguments.name if (reason := left_out(name))}
+    for name, reason in reasons.items():
+        print(f"{name} is left out: {reason}", file=sys.stderr)
+    names = [name for name in arguments.name if name not in reasons]
     found = []
     with torch.no_grad(), bar(asked, desc="timing", unit="problem") as shown:
         rates = measure_rates(backend.device, timer, protocol)
         for problem in shown:
             torch.compiler.reset()  # a graph for each problem, whatever came before
             exact = make_call(multimodal, problem, backend.device, "torch").exact()
-            calls = contenders(multimodal, problem, backend.device, arguments.name)
+            calls = contenders(multimodal, problem, backend.device, names)
             found += measure_problem(problem, calls, exact, timer, protocol, sensor)
             del calls  # before those of the next problem are made
             times = BlockTimes(provenance, protocol, *rates, tuple(found))

@@ -53,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000)  # as in the tools: see quiet_start
+    if not torch.cuda.is_available():  # Triton reads it when it is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     chosen = config.getoption("markexpr")
     work = SimulatedWork(FAMILIES, "matrix_budget" if "matrix" in chosen else "simulated_budget")
     if "seeds" not in chosen:  # which runs one simulation hundreds of times

@@ -111,6 +111,22 @@ class _Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, mask, dropout=dropout, backend=self.backend)
 
+    @staticmethod
+    def gathered(
+        own: _Projections,
+        projected: Tensor,
+        rotary: Tensor | None,
+        other: _Projections | None = None,
+        of_context: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the tensors of operation joint_attention, by name, without those left out."""
+        tensors = own.parts(projected)
+        if rotary is not None:
+            tensors["rotary"] = rotary[: projected.shape[1]]
+        if other is not None and of_context is not None and of_context.shape[1]:
+            tensors |= {f"context_{name}": x for name, x in other.parts(of_context).items()}
+        return tensors
+
     def fused(
         self,
         own: _Projections,
@@ -127,11 +143,7 @@ class _Attention(nn.Module):
             check_rotary(rotary, projected.shape[1], own.d_head)
         if self.backend == "torch" or (self.backend == "auto" and not projected.is_cuda):
             return None
-        tensors = own.parts(projected)
-        if rotary is not None:
-            tensors["rotary"] = rotary[: projected.shape[1]]
-        if other is not None and of_context is not None and of_context.shape[1]:
-            tensors |= {f"context_{name}": x for name, x in other.parts(of_context).items()}
+        tensors = self.gathered(own, projected, rotary, other, of_context)
         heads, dropout = own.width // own.d_head, self.dropout if self.training else 0.0
         eps = own.k_norm.eps
         assert eps is not None

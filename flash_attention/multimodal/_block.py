@@ -121,7 +121,16 @@ class _Stream(nn.Module):
     ) -> Float[Tensor, "batch length width"]:
         """Return x plus its feed-forward. modulation: shift, scale and gate."""
         shift, scale, gate = modulation
-        return x + gate * self.feed_forward(self.modulated(x, shift, scale))
+        return self.gated(x, gate, self.feed_forward(self.modulated(x, shift, scale)))
+
+    @staticmethod
+    def gated(
+        x: Float[Tensor, "batch length width"],
+        gate: Float[Tensor, "batch 1 width"],
+        change: Float[Tensor, "batch length width"],
+    ) -> Float[Tensor, "batch length width"]:
+        """Return x plus the gated change."""
+        return x + gate * change
 
 
 class TransformerBlock(nn.Module):
@@ -209,7 +218,7 @@ class TransformerBlock(nn.Module):
             found, context = self._joint(read, condition, context, masks)
         else:
             found = self.attention(read, **masks)
-        x = x + gate * found
+        x = own.gated(x, gate, found)
         if self.kind == "cross":
             read = self.cross_norm(x).to(x.dtype)
             x = x + self.cross_attention(read, context, context_mask=context_mask)
@@ -229,7 +238,7 @@ class TransformerBlock(nn.Module):
         if change is None:
             return found, context
         gate, *of_feed_forward = others
-        return found, own.fed_forward(context + gate * change, *of_feed_forward)
+        return found, own.fed_forward(own.gated(context, gate, change), *of_feed_forward)
 
     def _check_context(self, context: Tensor | None, mask: Tensor | None) -> None:
         """Raises ValueError for a context that the block does not take, and for none where it needs

@@ -12,6 +12,7 @@ from gpu_problems import each
 import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import Element, get_listed_configs
+from flash_helpers.operations.joint_attention import baselines
 from flash_helpers.operations.joint_attention.inputs import draw
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.operations.joint_attention.problems import DISTRIBUTIONS
@@ -128,3 +129,14 @@ def test_a_cuda_graph_replays_with_new_inputs(
             x.fill_(math.nan)
         graph.replay()
         check(problem, values, found)
+
+
+@pytest.mark.parametrize("library", ["compiled_joint", "triton_joint"])
+@pytest.mark.parametrize("context", [0, 30])
+def test_libraries_compute_the_problem(
+    context: int, library: str, cuda_device: torch.device
+) -> None:
+    pytest.importorskip("triton", reason="torch.compile needs triton on a GPU")
+    problem = JointAttention(2, HEADS, 65, 16, context=context, rotary=True)
+    inputs = draw("normal", problem, cuda_device)
+    check(problem, inputs, baselines.run(library, problem, inputs))

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attention import multimodal
 from flash_helpers.console.tables import DASH
+from flash_helpers.measure import libraries, timing
 from flash_helpers.measure import multimodal as measured
-from flash_helpers.measure import timing
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.multimodal import (
     ATTENTION,
@@ -22,15 +22,21 @@ from flash_helpers.measure.multimodal import (
     EAGER,
     KERNELS,
     PARTS,
+    TRITON,
     BlockProblem,
     BlockRecord,
     BlockTimes,
     contenders,
+    first,
     make_call,
     measure_problem,
     problems,
 )
 from flash_helpers.measure.results import Load, Protocol
+from flash_helpers.operations.joint_attention import baselines
+from flash_helpers.operations.joint_attention.inputs import draw
+from flash_helpers.operations.joint_attention.problem import JointAttention
+from flash_helpers.registry.problem import Element
 
 CPU = torch.device("cpu")
 TOY = BlockProblem(BLOCK, 2, 5, 3, width=16, heads=2, feed_forward=24, layers=3)
@@ -112,6 +118,46 @@ def test_contenders_are_checked_and_timed(part) -> None:
         assert len(record.samples_us) == 2 and record.us > 0 and 0 < record.error < 0.1
 
 
+@pytest.fixture
+def interpreted_triton() -> None:
+    """Triton on the CPU, kernel by kernel in NumPy (see conftest)."""
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs Triton's kernels")
+    pytest.importorskip("triton")
+
+
+@each_part
+@pytest.mark.parametrize("context", [0, 3])
+def test_triton_computes_the_parts(part, context, interpreted_triton) -> None:
+    problem = replace(TOY, part=part, context=context, width=48, heads=3)
+    with torch.no_grad():
+        call = contenders(multimodal, problem, CPU, (TRITON,))[TRITON]
+        parts = [x for x in call.module.modules() if hasattr(x, "modulated") or hasattr(x, "fused")]
+        assert all({"modulated", "fused"} & {*vars(x)} for x in parts)  # each is Triton's
+        call.module.float()
+        tensors = tuple(x.float() for x in call.tensors)
+        found = first(replace(call, tensors=tensors)())
+        exact = make_call(multimodal, problem, CPU, "torch").exact()
+    assert (found - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_triton_computes_a_context_without_queries(interpreted_triton) -> None:
+    problem = JointAttention(
+        2, 3, 5, 16, context=3, context_queries=False, rotary=True, dtype=Element.BF16
+    )
+    inputs = draw("normal", problem)
+    found = baselines.run("triton_joint", problem, inputs)
+    exact = baselines.run("pytorch_joint", problem, {n: x.double() for n, x in inputs.items()})
+    assert {*found} == {"o"}
+    assert (found["o"] - exact["o"]).norm() < 0.01 * exact["o"].norm()
+
+
+def test_without_triton_its_rows_are_left_out(monkeypatch) -> None:
+    monkeypatch.setattr(libraries.Package, "is_installed", False)
+    assert measured.left_out(TRITON) == "the package triton is not installed"
+    assert not any(measured.left_out(name) for name in (EAGER, KERNELS, COMPILED))
+
+
 def test_a_wrong_contender_and_one_that_raises_have_no_time() -> None:
     exact = make_call(multimodal, TOY, CPU, "torch").exact()
     with torch.no_grad():
@@ -145,7 +191,7 @@ def test_the_table_has_the_floor_and_the_medians(tmp_path) -> None:
     floor = max(TOY.bytes / 2e3, TOY.operations / 4e6)
     assert TIMES.floor_us(TOY) == pytest.approx(floor)
     (row,) = TIMES.table().rows
-    assert row[3:] == [f"{floor:.1f}", "4.0", "20", DASH, DASH, DASH, DASH]
+    assert row[3:] == [f"{floor:.1f}", "4.0", "20", *[DASH] * 6]
     slow = replace(TIMES, matmul_tflops=1e-6)
     assert slow.floor_us(TOY) == pytest.approx(TOY.operations)
 

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 ATTENTION, BLOCK, MODEL = "attention", "block", "model"
 PARTS = (ATTENTION, BLOCK, MODEL)
-EAGER, KERNELS, COMPILED = "eager", "kernels", "compiled"
+EAGER, KERNELS, TRITON, COMPILED = "eager", "kernels", "triton", "compiled"
 NAMES = {
     EAGER: "eager, attention by PyTorch",
     KERNELS: "eager, attention by a kernel",
+    TRITON: "eager, passes over tokens in Triton",
     COMPILED: "torch.compile, max-autotune",
 }
 ELEMENT_BYTES = 2  # bf16
@@ -297,16 +298,33 @@ def make_call(multimodal: Any, problem: BlockProblem, device: torch.device, back
     return Called(module, moved, options)
 
 
+def left_out(name: str) -> str:
+    """Return the reason why a contender cannot be had here; "" if it can."""
+    from flash_helpers.measure import libraries  # late, since it imports torch
+
+    package = libraries.TRITON
+    if name != TRITON or package.is_installed:
+        return ""
+    return f"the package {package.name} is not installed"
+
+
 def contenders(
     multimodal: Any, problem: BlockProblem, device: torch.device, names: Iterable[str]
 ) -> dict[str, Called]:
-    """Return the calls of the contenders; "kernels" may be refused when it is first called."""
+    """Return the calls of the contenders; "kernels" may be refused when it is first called.
+
+    Raises ImportError for "triton" where it is not installed.
+    """
     import torch
 
     found = {}
     for name in names:
         backend = "kernels" if name == KERNELS else "torch"
         call = make_call(multimodal, problem, device, backend)
+        if name == TRITON:
+            from flash_helpers.measure.triton_joint import in_triton
+
+            call = Called(in_triton(call.module), call.tensors, call.options)
         if name == COMPILED:
             # the timer records a graph of what it times
             compiled = torch.compile(call.module, mode="max-autotune-no-cudagraphs", dynamic=False)

@@ -13,6 +13,7 @@ from flash_helpers.registry.operation import TFLOPS, Operation
 LIBRARIES = {
     "pytorch_joint": "PyTorch's norms, rotary embedding and scaled_dot_product_attention",
     "compiled_joint": "the same in torch.compile",
+    "triton_joint": "norms with rotary embedding in Triton, attention by PyTorch",
 }
 _SMALL = JointAttention(batch=1, heads=2, length=20, d_head=16, context=5, rotary=True)
 
@@ -30,7 +31,11 @@ OPERATION = Operation(
     measured_at=MEASURED_LENGTHS,
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
-    short_names={"pytorch_joint": "PyTorch", "compiled_joint": "torch.compile"},
+    short_names={
+        "pytorch_joint": "PyTorch",
+        "compiled_joint": "torch.compile",
+        "triton_joint": "Triton",
+    },
     metric=TFLOPS,
     families=("joint:JOINT",),
     # 110 ms for the 80,000 operations of the small problem, the mean of jo1 to jo3, measured

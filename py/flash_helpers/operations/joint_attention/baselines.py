@@ -6,15 +6,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from flash_helpers.measure.libraries import compiled
+from flash_helpers.measure.libraries import TRITON, Package, compiled
 from flash_helpers.operations.joint_attention.problem import JointAttention
 
-PACKAGES: Mapping[str, Any] = MappingProxyType({})
+PACKAGES: Mapping[str, Package] = MappingProxyType({"triton_joint": TRITON})
 
 
 def turned(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
@@ -80,6 +79,11 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Return o, and context_o if the problem has it, by one of the operation's libraries."""
     given = {tensor.name: tensors[tensor.name] for tensor in problem.inputs}
+    if library == "triton_joint":
+        from flash_helpers.measure.triton_joint import attended as in_triton
+
+        o, context_o = in_triton(given, problem.heads, problem.eps, problem.softmax_scale)
+        return {"o": o, "context_o": context_o} if problem.has("context_o") else {"o": o}
     found: dict[str, torch.Tensor] = (_compiled() if library == "compiled_joint" else attended)(
         problem, given
     )
