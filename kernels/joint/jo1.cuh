@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     }
 
     // 10. O / l: registers → global
-    store_O<cfg.dtype>(O_rmem, statistics, args, first_query, n_queries);
+    store_O<cfg.dtype>(O_rmem, statistics, args, head, first_query, n_queries);
 }
 
 } // namespace jo1

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     }
 
     // 9. O / l: registers → global
-    store_O<cfg.dtype>(O_rmem, statistics, args, first_query, n_queries);
+    store_O<cfg.dtype>(O_rmem, statistics, args, head, first_query, n_queries);
 }
 
 } // namespace jo2

@@ -194,11 +194,11 @@ __device__ __forceinline__ void update(Statistics &statistics, float (&S_rmem)[1
     }
 }
 
-// O / l of the rows of a warp that are queries: registers → global.
+// O / l of a head, of the rows of a warp that are queries: registers → global.
 template <DType kDType, int kOTiles>
 __device__ __forceinline__ void store_O(const float (&O_rmem)[1][kOTiles][4],
                                         const Statistics &statistics, const JointKernelArgs &args,
-                                        int first_query, int n_queries) {
+                                        int head, int first_query, int n_queries) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void store_O(const float (&O_rmem)[1][kOTiles][4],
         const int query = first_query + half * 8 + lane / 4;
         if (query < n_queries) {
             Element *row_gmem =
-                o_row_gmem(args, blockIdx.z, query) + blockIdx.y * (kOTiles * kMmaN) + lane % 4 * 2;
+                o_row_gmem(args, blockIdx.z, query) + head * (kOTiles * kMmaN) + lane % 4 * 2;
 #pragma unroll
             for (int n = 0; n < kOTiles; ++n) {
                 *reinterpret_cast<uint32_t *>(row_gmem + n * kMmaN) = pack<kDType>(
