@@ -11,12 +11,17 @@ struct JointKernelConfig {
     DType dtype;
     int d_head;
     int B_c; // keys of a block in shared memory
-    int n_warps; // of a thread block; of attention each has 16 queries of one head
+    int n_warps; // of a thread block; each of attention has 16 queries of a head, from jo4 on more
+    int B_r; // queries of a thread block; 0 before jo4: 16 of each warp
+    int columns; // of the heads of a thread block; 0 before jo4: those of one
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // A block of K and of V of one head.
-    constexpr int smem_bytes() const { return 2 * B_c * d_head * int(sizeof(Element)); }
+    // A block of K and of V of each head; from jo4 on Q as well, and an unused row.
+    constexpr int smem_bytes() const {
+        const int rows = columns > 0 ? B_r + 2 * B_c + 1 : 2 * B_c;
+        return rows * (columns > 0 ? columns : d_head) * int(sizeof(Element));
+    }
     friend auto operator<=>(const JointKernelConfig &, const JointKernelConfig &) = default;
 };
 

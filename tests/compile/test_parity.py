@@ -18,7 +18,8 @@ over parts for each answer of a branch in them, and only what moves and multipli
 compared; so in d8.
 Machine code of families layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is
 equal where a warp has a row, and that of families diagonal and merge_states, since there is no
-shared memory. That of family joint is equal as well. In n3 and a2 one compiler loads the addresses
+shared memory. That of jo1 to jo3 is equal as well; jo4 has additions and shifts in another order.
+In n3 and a2 one compiler loads the addresses
 of weight and bias again. In w1 up to four multiplications, a negation and an insertion of bits are
 more in one compiler's code, and in nc1 an insertion of bits.
 """
@@ -38,7 +39,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.sass.read.elf import read_sections
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal", "merge_states", "joint"}
+SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal", "merge_states"}
 SAME_INSTRUCTIONS = {"hopper"}
 """Families whose PTX has the same instructions but for the form of an address."""
 INTEGER = re.compile(r"(?:add|sub|mul|mad|shl|shr|and|or|xor|cvt|cvta|mov)\b.*\.[usb](?:32|64)$")
@@ -56,6 +57,11 @@ SAME_ALTHOUGH = {
         f"{step}_{dtype}_w4_c2_t32_f2"
         for step in ("n6", "r2", "s5")
         for dtype in ("fp16", "bf16", "fp32")
+    ),
+    *(
+        f"{step}_{dtype}_d16_Bc64_w{warps}"
+        for step, warps in (("jo1", 4), ("jo2", 4), ("jo3", 16))
+        for dtype in ("fp16", "bf16")
     ),
 }
 """Configs of other families whose machine code is equal, too."""

@@ -13,9 +13,10 @@ import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import Element, get_listed_configs
 from flash_helpers.operations.joint_attention import baselines
+from flash_helpers.operations.joint_attention.grid import competing
 from flash_helpers.operations.joint_attention.inputs import draw
 from flash_helpers.operations.joint_attention.problem import JointAttention
-from flash_helpers.operations.joint_attention.problems import DISTRIBUTIONS
+from flash_helpers.operations.joint_attention.problems import DISTRIBUTIONS, measured
 from flash_helpers.operations.joint_attention.reference import reference
 from flash_helpers.registry.joint import D_HEADS, JOINT, JointKernelConfig
 
@@ -23,6 +24,11 @@ pytestmark = pytest.mark.gpu
 
 CONFIGS = [config for config in get_listed_configs() if config.family is JOINT]
 HEADS = 8
+TILES = [
+    JOINT.fixed_config(JOINT.steps[step], Element.BF16).replace(**fields)
+    for step, fields in competing(measured(186))
+    if step == "jo4"
+]
 
 each_config = each(CONFIGS)
 
@@ -88,6 +94,17 @@ def test_other_head_sizes_without_rotary_embedding_are_right(
     problem = JointAttention(2, 5, 100, d_head, context=30, eps=1e-3, softmax_scale=0.2)
     inputs = draw("normal", problem, cuda_device)
     check(problem, inputs, run(config, problem, inputs))
+
+
+@pytest.mark.parametrize("context", [0, 64])
+@pytest.mark.parametrize("config", TILES, ids=lambda config: config.short_form())
+def test_the_tiles_of_jo4_that_compete_are_right(
+    config: JointKernelConfig, context: int, cuda_device: torch.device
+) -> None:
+    for heads in (HEADS, 3):
+        problem = JointAttention(3, heads, 186, 16, context=context, rotary=True)
+        inputs = draw("normal", problem, cuda_device)
+        check(problem, inputs, run(config, problem, inputs))
 
 
 @each_config

@@ -48,6 +48,7 @@ NORM, ROTARY, ATTENTION = "norm_kernel", "rotary_kernel", "attention_kernel"
 # Traits of steps.
 ONE_PASS = "one_pass"  # norm and rotary embedding in one kernel
 AT_LOAD = "at_load"  # and in the attention kernel from then on, without buffers
+ALL_HEADS = "all_heads"  # a thread block has several heads, and fields `B_r` and `columns`
 
 # Buffers: Q and K behind norm and rotary embedding.
 Q_NORMED, K_NORMED = "Q_normed", "K_normed"
@@ -71,6 +72,8 @@ ARGUMENTS = StructLayout(
 
 D_HEADS = (16, 32, 64)
 _BLOCKS = (32, 64)  # of keys
+_MOST_COLUMNS = 256  # a chunk for each lane of a warp
+_MOST_TILE_COLUMNS = 96  # of O and S together, which a warp has in registers
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,13 @@ class JointKernelConfig(Config):
     dtype: Element = element()
     d_head: int = number("d")
     B_c: int = number("Bc", "keys of a block in shared memory")
-    n_warps: int = number("w", "of a thread block; of attention each has 16 queries of one head")
+    n_warps: int = number(
+        "w", "of a thread block; each of attention has 16 queries of a head, from jo4 on more"
+    )
+    B_r: int = number("Br", "queries of a thread block; 0 before jo4: 16 of each warp", default=0)
+    columns: int = number(
+        "col", "of the heads of a thread block; 0 before jo4: those of one", default=0
+    )
 
     @property
     def family(self) -> Family[Any]:
@@ -100,8 +109,26 @@ class JointKernelConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a block of attention in bytes: keys of K and of V of a head."""
-        return 2 * self.B_c * self.d_head * ELEMENT_BYTES
+        """Dynamic shared memory of a block of attention in bytes: keys of K and of V of each head.
+        From jo4 on Q lies there, too, and an unused row behind each head."""
+        if ALL_HEADS not in self.step.traits:
+            return 2 * self.B_c * self.d_head * ELEMENT_BYTES
+        return (self.B_r + 2 * self.B_c + 1) * self.columns * ELEMENT_BYTES
+
+    @property
+    def block_queries(self) -> int:
+        """Queries of a thread block of attention."""
+        return self.B_r or self.n_warps * MMA_M
+
+    @property
+    def block_heads(self) -> int:
+        """Heads of a thread block of attention."""
+        return self.columns // self.d_head or 1
+
+    @property
+    def warp_tiles(self) -> int:
+        """Tiles of 16 queries of a head that each warp of attention has."""
+        return self.block_queries * self.block_heads // (self.n_warps * MMA_M)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -139,21 +166,51 @@ class JointKernelConfig(Config):
             raise ValueError(
                 f"n_warps {self.n_warps} is not from 1 to {MAX_WARPS // 2}: choose 4 or 16"
             )
+        if ALL_HEADS in self.step.traits:
+            self._check_tile()
+
+    def _check_tile(self) -> None:
+        """Raises ValueError unless the warps can share the thread block's queries and columns."""
+        if self.columns % self.d_head or not 0 < self.columns <= _MOST_COLUMNS:
+            raise ValueError(
+                f"columns {self.columns} is not a multiple of d_head {self.d_head} up to "
+                f"{_MOST_COLUMNS}: choose 128"
+            )
+        if self.n_warps % self.block_heads:
+            raise ValueError(
+                f"n_warps {self.n_warps} is not a multiple of {self.block_heads}, the heads of "
+                f"{self.d_head} in columns {self.columns}: choose {MAX_WARPS // 2}"
+            )
+        of_each = self.n_warps // self.block_heads * MMA_M  # if each warp has 16 queries
+        if self.B_r % of_each or self.B_r == 0:
+            raise ValueError(
+                f"B_r {self.B_r} is not a multiple of {of_each}, 16 queries of each of "
+                f"{self.n_warps} warps: choose {of_each}"
+            )
+        tile_columns = self.warp_tiles * self.d_head + self.B_c
+        most = (_MOST_TILE_COLUMNS - self.B_c) // self.d_head * of_each
+        if tile_columns > _MOST_TILE_COLUMNS:
+            raise ValueError(
+                f"B_r {self.B_r} and B_c {self.B_c} give each of {self.n_warps} warps "
+                f"{tile_columns} columns of O and S, over the limit {_MOST_TILE_COLUMNS} of its "
+                f"registers: choose {f'B_r {most}' if most else 'B_c 32'}"
+            )
 
     @property
     def supports(self) -> JointSupports:
         """Sequences and contexts of any length, with one head size."""
-        return JointSupports(self.dtype, self.d_head, CHUNK_BYTES, self.n_warps * MMA_M, self.B_c)
+        return JointSupports(self.dtype, self.d_head, CHUNK_BYTES, self.block_queries, self.B_c)
 
     def _blocks(self, problem: JointAttention) -> dict[str, tuple[int, int, int]]:
         """Return the grid of each kernel that the problem needs."""
         rows = problem.batch * (problem.n_queries + problem.n_keys)  # a warp has one
         chunks = 2 * problem.batch * problem.length * (problem.heads * self.d_head // MMA_N)
-        tiles = -(-problem.n_queries // (self.n_warps * MMA_M))
+        tiles = -(-problem.n_queries // self.block_queries)
+        groups = -(-problem.heads // self.block_heads)
         grids = {NORM: (-(-rows // self.n_warps), 1, 1)}
         if problem.rotary:
             grids[ROTARY] = (-(-chunks // self.n_threads), 1, 1)
-        grids[ATTENTION] = (tiles, problem.heads, problem.batch)
+        grids[ATTENTION] = (tiles, groups, problem.batch)
         return {name: grid for name, grid in grids.items() if name in self.functions}
 
     def call(self, problem: JointAttention, strides: Strides, device: Device) -> Call:
@@ -194,9 +251,10 @@ class JointKernelConfig(Config):
     def work(self, problem: JointAttention, device: Device) -> float:
         """Return the scores of queries and keys that are computed, in whole tiles, as many on each
         SM as on the busiest."""
-        tiles, heads, batch = self._blocks(problem)[ATTENTION]
-        blocks = -(-tiles * heads * batch // device.sms) * device.sms
-        return blocks * self.n_warps * MMA_M * -(-problem.n_keys // self.B_c) * self.B_c
+        tiles, groups, batch = self._blocks(problem)[ATTENTION]
+        blocks = -(-tiles * groups * batch // device.sms) * device.sms
+        rows = blocks * self.block_queries * self.block_heads
+        return rows * -(-problem.n_keys // self.B_c) * self.B_c
 
     def most_runs(self, problem: JointAttention, device: Device) -> int:
         """Return the turns of the longest loop, over blocks of keys, their rows, or the chunks of a
@@ -212,7 +270,8 @@ class JointKernelConfig(Config):
     @property
     def loop_unit(self) -> tuple[str, int]:
         """A block of keys, and the tensor instructions per warp for both of its products."""
-        return "block of K and V", 2 * (self.B_c // MMA_N) * (self.d_head // MMA_K)
+        per_tile = 2 * (self.B_c // MMA_N) * (self.d_head // MMA_K)
+        return "block of K and V", self.warp_tiles * per_tile
 
     def loop_runs(self, size: int) -> int:
         """Return the number of blocks of keys."""
@@ -228,7 +287,9 @@ def _file(number: int) -> str:
     return f"kernels/joint/jo{number}.cuh"
 
 
-_BASE: Mapping[str, Any] = MappingProxyType({"d_head": 16, "B_c": 64, "n_warps": 4})
+_BASE: Mapping[str, Any] = MappingProxyType(
+    {"d_head": 16, "B_c": 64, "n_warps": 4, "B_r": 0, "columns": 0}
+)
 
 JOINT = Family(
     name="joint",
@@ -259,6 +320,14 @@ JOINT = Family(
             sets={"n_warps": 16},
             traits=frozenset({AT_LOAD, HELD_BACK}),
         ),
+        StepEntry(
+            "all_heads",
+            "a thread block has all heads, so that the norm of a row serves them all",
+            _file(4),
+            sets={"B_c": 32, "B_r": 128, "columns": 128},
+            opens={"B_r": (16, 32, 64, 128), "columns": (64, 128)},
+            traits=frozenset({ALL_HEADS, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType(dict.fromkeys((NORM, ROTARY, ATTENTION), ARGUMENTS)),
@@ -266,5 +335,5 @@ JOINT = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=9_000_000,
-    matrix_budget=400_000,
+    matrix_budget=3_100_000,
 )

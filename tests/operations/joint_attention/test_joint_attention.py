@@ -192,12 +192,30 @@ def test_heads_of_other_sizes_are_right(step: str, d_head: int) -> None:
     check(config, problem, drawn(problem))
 
 
-@pytest.mark.parametrize("step", JOINT.steps)
+@pytest.mark.parametrize("step", ["jo1", "jo2", "jo3"])
 def test_any_number_of_warps_shares_a_block_of_keys(step: str) -> None:
     for B_c, n_warps in ((32, 3), (64, 5)):
         config = JOINT.fixed_config(JOINT.steps[step], Element.BF16)
         problem = JointAttention(1, 1, 34, context=1, rotary=True)
         check(config.replace(B_c=B_c, n_warps=n_warps), problem, drawn(problem))
+
+
+@pytest.mark.parametrize(
+    ("tile", "d_head"),
+    [
+        ("Bc32_w16_Br128_col64", 16),  # two thread blocks for 5 heads
+        ("Bc64_w16_Br64_col128", 16),
+        ("Bc32_w8_Br64_col128", 16),
+        ("Bc32_w8_Br16_col128", 16),
+        ("Bc32_w5_Br64_col80", 16),  # a warp for each of 5 heads
+        ("Bc32_w3_Br96_col32", 32),
+        ("Bc64_w16_Br32_col256", 32),  # a chunk for each lane
+    ],
+)
+def test_thread_blocks_of_other_queries_and_heads_are_right(tile: str, d_head: int) -> None:
+    config = JointKernelConfig.from_short_form(f"jo4_bf16_d{d_head}_{tile}")
+    problem = JointAttention(1, 5, 34, d_head, context=1, rotary=True)
+    check(config, problem, drawn(problem))
 
 
 def test_a_token_of_the_context_is_one_of_the_sequence_that_is_not_turned(
@@ -220,18 +238,37 @@ def test_a_token_of_the_context_is_one_of_the_sequence_that_is_not_turned(
 # -- launches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("step", "launches"), [("jo1", 3), ("jo2", 2), ("jo3", 1)])
-def test_each_step_has_fewer_launches_than_the_one_before(step: str, launches: int) -> None:
+@pytest.mark.parametrize(("step", "launches"), [("jo1", 3), ("jo2", 2), ("jo3", 1), ("jo4", 1)])
+def test_launches_and_buffers_go_from_step_to_step(step: str, launches: int) -> None:
     config = JOINT.fixed_config(JOINT.steps[step], Element.BF16)
     problem = OPERATION.measured(186)
     call = config.call(problem, problem.strides(), device_of_all())
     assert len(call.launches) == launches
     assert sum(buffer.bytes for buffer in call.buffers) == (
-        0 if step == "jo3" else 2 * 64 * 250 * 128 * 2
+        0 if launches == 1 else 2 * 64 * 250 * 128 * 2
     )
     plain_problem = replace(problem, rotary=False)
     call = config.call(plain_problem, plain_problem.strides(), device_of_all())
     assert len(call.launches) == min(launches, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "grid"),
+    [
+        ("jo3_bf16_d16_Bc64_w16", 64, (1, 8, 64)),
+        ("jo4_bf16_d16_Bc32_w16_Br128_col128", 64, (2, 1, 64)),
+        ("jo4_bf16_d16_Bc32_w16_Br32_col128", 1, (8, 1, 1)),
+        ("jo4_bf16_d16_Bc32_w16_Br128_col64", 1, (2, 2, 1)),
+    ],
+)
+def test_a_thread_block_has_some_queries_and_heads(
+    name: str, batch: int, grid: tuple[int, int, int]
+) -> None:
+    config = JointKernelConfig.from_short_form(name)
+    problem = replace(OPERATION.measured(186), batch=batch)
+    (launch,) = config.call(problem, problem.strides(), device_of_all()).launches
+    assert launch.grid == grid
+    assert launch.shared_bytes == config.smem_bytes <= 99 * 1024
 
 
 def device_of_all():
@@ -300,6 +337,13 @@ def test_more_than_a_grid_has_is_refused(bf16: JointKernelConfig) -> None:
         ((1, Element.BF16, 16, 48, 4), "B_c 48 is not 32 or 64"),
         ((1, Element.BF16, 16, 64, 17), "n_warps 17 is not from 1 to 16"),
         ((1, Element.FP32, 16, 64, 4), "family joint has fp16 and bf16"),
+        ((3, Element.BF16, 16, 64, 4, 64, 0), "B_r 64: jo3 fixes B_r 0; choose jo4"),
+        ((4, Element.BF16, 16, 32, 16, 128, 120), "columns 120 is not a multiple of d_head 16"),
+        ((4, Element.BF16, 16, 32, 16, 128, 512), "columns 512 is not .* up to 256: choose 128"),
+        ((4, Element.BF16, 16, 32, 4, 64, 128), "n_warps 4 is not a multiple of 8, the heads"),
+        ((4, Element.BF16, 16, 32, 16, 48, 128), "B_r 48 is not a multiple of 32.* choose 32"),
+        ((4, Element.BF16, 16, 64, 16, 128, 128), "128 columns .* limit 96 .* choose B_r 64"),
+        ((4, Element.BF16, 64, 64, 16, 128, 128), "128 columns .* limit 96 .* choose B_c 32"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:

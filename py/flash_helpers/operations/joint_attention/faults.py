@@ -30,6 +30,9 @@ FAULTS = {
         "jo3", BF16, PROLOGUE, r"setp\.eq\.s32", swap(r"(%p\d+), (%r\d+), .*", r"\1, \2, \2;"),
         nth(0), quantity="o",
     ),
+    "jo4: warps find their head without the unused rows before it": Fault(
+        "jo4", BF16, PROLOGUE, r"mul\.lo\.s32.*, 6176", swap("6176", "6144"), quantity="o",
+    ),
 }  # fmt: skip
 
 

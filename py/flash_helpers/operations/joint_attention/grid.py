@@ -12,6 +12,15 @@ from flash_helpers.operations.joint_attention.problems import MEASURED_HEADS
 _BATCHES = (1, 8, 64, 1024)
 _SIZES = ((64, 0), (186, 0), (186, 64), (186, 256), (512, 64))  # sequence and context
 _BLOCKS, _WARPS = (32, 64), (4, 8, 16)
+# Of jo4: keys of a block, warps, queries of a thread block, columns of its heads.
+_TILES = (
+    (32, 16, 128, 128),
+    (32, 16, 128, 64),
+    (32, 8, 64, 128),
+    (64, 16, 64, 128),
+    (32, 16, 32, 128),
+    (32, 8, 16, 128),
+)
 UNRELATED = 100.0  # octaves between problems that tell nothing of each other
 
 GROUPS = {
@@ -25,12 +34,18 @@ GROUPS = {
 
 def competing(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
     """Return the step and the fields of each config that competes."""
-    return [
+    one_head = [
         (step, {"d_head": problem.d_head, "B_c": B_c, "n_warps": n_warps})
         for step in ("jo2", "jo3")
         for B_c in _BLOCKS
         for n_warps in _WARPS
     ]
+    names = ("B_c", "n_warps", "B_r", "columns")
+    all_heads: list[tuple[str, dict[str, Any]]] = [
+        ("jo4", {"d_head": problem.d_head, **dict(zip(names, tile, strict=True))})
+        for tile in _TILES
+    ]
+    return one_head + all_heads
 
 
 def distance(one: JointAttention, other: JointAttention) -> float:
