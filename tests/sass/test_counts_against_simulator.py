@@ -97,7 +97,10 @@ def test_what_the_data_decide_is_not_predicted(config):
         predict_launch(kernel, config, shape_of(config, 3))
 
 
-@each(WITHOUT_TENSOR, once=True)
+ONE_OF_EACH_FAMILY = {config.family.name: config for config in WITHOUT_TENSOR}
+
+
+@pytest.mark.parametrize("config", ONE_OF_EACH_FAMILY.values(), ids=ONE_OF_EACH_FAMILY)
 def test_without_tensor_instructions_nothing_is_predicted(config):
     with pytest.raises(NotDeterminedError, match="has no tensor instructions"):
         trips(kernel_of(config, DEFAULT), config, 1000)
