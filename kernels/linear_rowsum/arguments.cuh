@@ -40,4 +40,5 @@ struct LinearRowsumKernelArgs {
     void *products; // l1: (rows, out_features), in the dtype of x
     float *partial; // l2: (tiles of W, rows); from l3 on: (pieces, padded in_features)
     float *sums; // from l3 on: ΣW (padded in_features), and behind it Σb
+    int *counters; // l6: units taken, columns ready, (tiles of columns); zeros before and after
 };

@@ -36,7 +36,7 @@ WITH_LINES = (
     "old.sm_90.cubin",
 )
 # Steps whose only inlined functions convert elements to fp32, which is nothing for those of fp32.
-NO_OTHER_FILE_IN_FP32 = {"k1", "l1", "l2", "l3", "l4", "l5", "lb1", "lb2", "n1"}
+NO_OTHER_FILE_IN_FP32 = {"k1", "l1", "l2", "l3", "l4", "l5", "l6", "lb1", "lb2", "n1"}
 _LOCATION = re.compile(r'//## File "([^"]*)", line (\d+)')
 
 

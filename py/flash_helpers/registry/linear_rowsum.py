@@ -24,7 +24,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import CORE, Family, StepEntry
+from flash_helpers.registry.family import CORE, HELD_BACK, Family, StepEntry
 from flash_helpers.registry.problem import Element, Strides
 
 TILE = 64  # rows of x and of W of a thread block that multiplies
@@ -35,21 +35,23 @@ MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
 MAX_ROWS = 8  # of x that share a chunk of ΣW: each has a sum in a register
 CHUNK_BYTES = 16  # one load of a thread
 PADDING = 8  # ΣW ends at a multiple of as many elements, in any dtype
-BLOCKS_PER_SM = 4  # thread blocks that sum columns of W
+BLOCKS_PER_SM = 4  # thread blocks that sum columns of W; in l6 all there are
 LEAST_PIECE = 32  # rows of W of such a block
 
 # Kernels, by their C++ functions.
 PRODUCT, SUM = "product_kernel", "sum_kernel"
 COLUMNS, COMBINE, ROWS = "columns_kernel", "combine_kernel", "rows_kernel"
+ROWSUM = "rowsum_kernel"
 
 # Traits of steps.
 SUM_IN_EPILOGUE = "sum_in_epilogue"  # the product is not stored
 ALGEBRA = "algebra"  # ΣW instead of a product
 VECTOR_LOADS = "vector_loads"  # chunks of 16 bytes per lane
 SHARED_SUMS = "shared_sums"  # `rows` rows of x share each chunk of ΣW
+ONE_LAUNCH = "one_launch"  # thread blocks take units of work by a counter
 
 # Members of the arguments that point into buffers.
-PRODUCTS, PARTIAL, SUMS = "products", "partial", "sums"
+PRODUCTS, PARTIAL, SUMS, COUNTERS = "products", "partial", "sums", "counters"
 _GIVEN = ("x", "weight", "bias", "y")
 
 ARGUMENTS = StructLayout(
@@ -59,7 +61,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(_GIVEN, POINTER),
             **{f"{name}_stride": LONG for name in _GIVEN},
             **dict.fromkeys(("rows", "in_features", "out_features", "piece"), INT),
-            **dict.fromkeys((PRODUCTS, PARTIAL, SUMS), POINTER),
+            **dict.fromkeys((PRODUCTS, PARTIAL, SUMS, COUNTERS), POINTER),
         }
     ),
 )
@@ -112,6 +114,8 @@ class LinearRowsumKernelConfig(Config):
     @property
     def functions(self) -> tuple[str, ...]:
         """The C++ functions of the step's kernels."""
+        if ONE_LAUNCH in self.step.traits:
+            return (ROWSUM,)
         return (COLUMNS, COMBINE, ROWS) if self.has_algebra else (PRODUCT, SUM)
 
     def block(self, kernel: str) -> tuple[int, int]:
@@ -153,13 +157,12 @@ class LinearRowsumKernelConfig(Config):
         """Return the thread blocks of each kernel."""
         rows, outs = problem.rows, problem.out_features
         if self.has_algebra:
-            pieces = -(-outs // self.piece(problem, device))
+            columns = self._tiles(problem) * -(-outs // self.piece(problem, device))
             padded = -(-problem.in_features // PADDING) * PADDING
-            return {
-                COLUMNS: self._tiles(problem) * pieces,
-                COMBINE: -(-padded // self.n_threads) + 1,
-                ROWS: -(-rows // max(1, self.rows)),
-            }
+            groups = -(-rows // max(1, self.rows))
+            if ONE_LAUNCH in self.step.traits:
+                return {ROWSUM: min(columns + 1 + groups, BLOCKS_PER_SM * device.sms)}
+            return {COLUMNS: columns, COMBINE: -(-padded // self.n_threads) + 1, ROWS: groups}
         per_block = self.n_threads if SUM_IN_EPILOGUE in self.step.traits else self.n_warps
         return {PRODUCT: -(-rows // TILE) * -(-outs // TILE), SUM: -(-rows // per_block)}
 
@@ -173,10 +176,14 @@ class LinearRowsumKernelConfig(Config):
             return (Buffer(PRODUCTS, size, zeroed=False),)
         padded = -(-problem.in_features // PADDING) * PADDING
         pieces = -(-problem.out_features // self.piece(problem, device))
-        return (
+        buffers = (
             Buffer(PARTIAL, pieces * padded * FLOAT.size, zeroed=False),
             Buffer(SUMS, (padded + 1) * FLOAT.size, zeroed=False),
         )
+        if ONE_LAUNCH in self.step.traits:
+            counters = (2 + self._tiles(problem)) * INT.size
+            buffers += (Buffer(COUNTERS, counters, zeroed=True, left_zeroed=True),)
+        return buffers
 
     def call(self, problem: LinearRowsum, strides: Strides, device: Device) -> Call:
         """Return the launches: a product and its sums, or sums of W and a product with these."""
@@ -260,9 +267,17 @@ LINEAR_ROWSUM = Family(
             opens={"n_warps": (4, 8, 16), "rows": (1, 2, 4, 8)},
             traits=frozenset({SHARED_SUMS}),
         ),
+        StepEntry(
+            "one_launch",
+            "one kernel, whose thread blocks take pieces of W, then rows of x",
+            _file(6),
+            traits=frozenset({ONE_LAUNCH, HELD_BACK}),
+        ),
     ),
     targets=("80", "86", "89", "90"),
-    kernels=MappingProxyType(dict.fromkeys((PRODUCT, SUM, COLUMNS, COMBINE, ROWS), ARGUMENTS)),
+    kernels=MappingProxyType(
+        dict.fromkeys((PRODUCT, SUM, COLUMNS, COMBINE, ROWS, ROWSUM), ARGUMENTS)
+    ),
     header=PurePosixPath("kernels/linear_rowsum/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from tiers import committed, each
+from zeroed_buffers import ZeroedBuffers
 
 from flash_helpers.check.errors import measure_error
 from flash_helpers.check.tensors import tensors_for
@@ -14,9 +14,7 @@ from flash_helpers.operations.decode import OPERATION
 from flash_helpers.operations.decode.inputs import draw
 from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.operations.decode.reference import reference
-from flash_helpers.ptx import DeviceMemory
 from flash_helpers.registry.decode import ONE_LAUNCH
-from flash_helpers.runtime import simulator
 from flash_helpers.runtime.simulator import run_shipped
 
 CONFIGS = committed(OPERATION)
@@ -62,18 +60,8 @@ def test_every_kernel_is_right_on_keys_of_all_distributions(config) -> None:
 @each([config for config in CONFIGS if ONE_LAUNCH in config.step.traits], once=True)
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_counters_of_parts_are_zeros_again_after_a_call(config, sequences, monkeypatch) -> None:
-    found: list[tuple[DeviceMemory, int, int]] = []
-
-    class Memory(DeviceMemory):
-        def upload(self, values: np.ndarray, behind: int = 0) -> int:
-            address = super().upload(values, behind)
-            if values.dtype == np.uint8 and not values.any():  # a buffer of zeros
-                found.append((self, address, values.size))
-            return address
-
-    monkeypatch.setattr(simulator, "DeviceMemory", Memory)
+    buffers = ZeroedBuffers(monkeypatch)
     keys = {"keys_per_piece": 2 * config.B_c} if config.supports.keys_per_piece else {}
     sizes = {"d_head": config.d_head, "dtype": config.dtype}
     assert_right_on(config, Decode(sequences, 2, kv_heads=1, len_k=7 * config.B_c, **sizes, **keys))
-    ((memory, address, size),) = found
-    assert not memory.download(address, size, np.dtype(np.uint8)).any()
+    assert len(buffers) == 1 and buffers.are_zeros()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from matrices import each_dtype, padded
 from tiers import committed, each
+from zeroed_buffers import ZeroedBuffers
 
 import flash_attention
 from flash_helpers.check.debugging import rows_text
@@ -23,6 +24,7 @@ from flash_helpers.operations.linear_rowsum.problems import DISTRIBUTIONS
 from flash_helpers.operations.linear_rowsum.reference import linear_rowsum_reference, reference
 from flash_helpers.registry.linear_rowsum import LINEAR_ROWSUM, LinearRowsumKernelConfig
 from flash_helpers.runtime.call import prepare
+from flash_helpers.runtime.simulator import run_shipped
 
 CONFIGS = committed(OPERATION)
 SIZES = ((1, 1, 2), (2, 7, 3), (3, 8, 65), (5, 259, 33))  # rows, features, rows of W
@@ -191,6 +193,25 @@ def test_the_columns_of_a_large_w_have_four_thread_blocks_per_sm(
     assert columns.grid[0] == 16 * 33  # 16 tiles of 256 columns, 33 pieces
     assert combine.grid[0] == 4096 // 256 + 1
     assert rows.grid[0] == 4096 // 4
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+def test_thread_blocks_of_one_launch_take_all_units_however_many_run_at_once(
+    resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LINEAR_ROWSUM.fixed_config(LINEAR_ROWSUM.steps["l6"], Element.BF16)
+    monkeypatch.setattr("flash_helpers.ptx.run.kernel.most_resident", lambda *_: resident)
+    buffers = ZeroedBuffers(monkeypatch)
+    device = replace(largest_device(90), sms=1)
+    problem = LinearRowsum(30, 300, 100, bias=True)  # 8 rows of x, and 3 pieces of 2 tiles of W
+    (launch,) = config.call(problem, problem.strides(), device).launches
+    assert launch.grid == (4, 1, 1)
+    inputs = draw("normal", problem)
+    y = torch.full((30,), math.nan, dtype=torch.bfloat16)
+    found = run_shipped(config, {**inputs, "y": y}, device=device)
+    assert not found.faults and len(buffers) == 1 and buffers.are_zeros()
+    wanted = linear_rowsum_reference(inputs)
+    assert measure_error(y, wanted.expected["y"]).within(wanted.bounds["y"])
 
 
 # -- refusals --------------------------------------------------------------------------------------

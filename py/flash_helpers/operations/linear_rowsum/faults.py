@@ -34,6 +34,10 @@ FAULTS = {
         "l5", BF16, PROLOGUE, r"min\.s32", swap(r"min\.s32(.*), %r\d+;", r"mov.b32\1;"),
         error=OutOfBoundsError, source="load_elements<kDType>", kernel="rows_kernel",
     ),
+    "l6: a thread takes a unit that it has not been told yet": Fault(
+        "l6", BF16, MAIN_LOOP, r"bar\.sync", drop, nth(-1), error=RaceError,
+        source="return told", kernel="rowsum_kernel",
+    ),
 }  # fmt: skip
 
 
