@@ -24,6 +24,7 @@ import torch
 
 from flash_helpers.check.errors import OutputError, Reference, measure_error
 from flash_helpers.check.inputs import with_mantissa_bits
+from flash_helpers.check.tensors import unwritten
 from flash_helpers.kernel_configs import OPERATIONS, Config, Element, Problem
 from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
@@ -274,7 +275,8 @@ def make_input_sets(
     timer: CudaTimer,
     protocol: Protocol,
 ) -> list[InputSet]:
-    """The input sets that launches rotate through: one set if the timer flushes the cache."""
+    """The input sets that launches rotate through: one set if the timer flushes the cache. Outputs
+    are full of `unwritten`, since a call may write a part of one, such as of a cache."""
     n_sets = 1 if timer.flushes else n_input_sets(shape, timer.cache_bytes)
     problem = shape.in_dtype(dtype)
     operation = OPERATIONS[problem.operation]
@@ -289,7 +291,9 @@ def make_input_sets(
             inputs = {name: with_mantissa_bits(x, bits) for name, x in drawn.items()}
         reference = operation.part("reference").reference(problem, inputs)
         outputs = {
-            tensor.name: torch.empty(tensor.shape, dtype=torch_dtype(tensor.element), device=device)
+            tensor.name: torch.full(
+                tensor.shape, unwritten(tensor), dtype=torch_dtype(tensor.element), device=device
+            )
             for tensor in problem.outputs
         }
         sets.append(InputSet(problem, inputs, outputs, reference))
