@@ -17,11 +17,11 @@ d4 of family decode, a1 and a2 of family norm_cluster, and nc1. In d5 one compil
 over parts for each answer of a branch in them, and only what moves and multiplies tiles is
 compared; so in d8.
 Machine code of families layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is
-equal where a warp has a row, and that of families diagonal and merge_states, since there is no
-shared memory. That of jo1 to jo3 is equal as well; jo4 has additions and shifts in another order.
-In n3 and a2 one compiler loads the addresses
-of weight and bias again. In w1 up to four multiplications, a negation and an insertion of bits are
-more in one compiler's code, and in nc1 an insertion of bits.
+equal where a warp has a row, and that of families diagonal, merge_states and append, since there is
+no shared memory. That of jo1 to jo3 is equal as well; jo4 has additions and shifts in another
+order. In n3 and a2 one compiler loads the addresses of weight and bias again. In w1 up to four
+multiplications, a negation and an insertion of bits are more in one compiler's code, and in nc1 an
+insertion of bits.
 """
 
 import re
@@ -39,7 +39,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.sass.read.elf import read_sections
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal", "merge_states"}
+SAME_MACHINE_CODE = {"ampere", "overlap", "diagonal", "merge_states", "append"}
 SAME_INSTRUCTIONS = {"hopper"}
 """Families whose PTX has the same instructions but for the form of an address."""
 INTEGER = re.compile(r"(?:add|sub|mul|mad|shl|shr|and|or|xor|cvt|cvta|mov)\b.*\.[usb](?:32|64)$")

@@ -52,16 +52,21 @@ def draw(launch: LaunchFormula, rng: random.Random) -> dict[str, Any]:
             found[given.name] = usual * (1 if row_stride else rng.randint(1, 64))
         else:
             found[given.name] = rng.randint(1, 2**40) * 16
-    if "kv_heads" in found and rng.random() < 0.5:  # what every kernel takes
+    if "rotary_dim" in found:
+        found |= _rotary(rng)
+    elif "kv_heads" in found and rng.random() < 0.5:  # what every kernel takes
         found |= {"heads": found["kv_heads"], "len_q": found["len_k"]}
         found |= {"softmax_scale": _SCALES[0], "return_lse": 0}
     elif "kv_heads" in found and rng.random() < 0.8:
         found["heads"] = found["kv_heads"] * rng.choice((1, 2, 3, 4))
     if "page_size" in found or "caches" in found:
-        found |= _place(rng) | {
-            "len_k": 48 * rng.choice((1, 4, 63, 1024)),
-            "len_q": rng.randint(1, 9),
-        }
+        room = 48 * rng.choice((1, 4, 63, 1024))
+        if "rotary_dim" in found:
+            place = _place(rng)
+            found |= {name: place[name] for name in ("page_size", "pages", "caches")}
+            found["room"] = room
+        else:
+            found |= _place(rng) | {"len_k": room, "len_q": rng.randint(1, 9)}
         found = {name: found[name] for name in (given.name for given in launch.inputs)}
     if rng.random() < 0.2:
         spoilt = rng.choice([given.name for given in launch.inputs])
@@ -76,6 +81,16 @@ def _place(rng: random.Random) -> dict[str, int]:
     found = {"page_size": page_size, "pages": page_size and rng.choice((0, 1, 500))}
     found["caches"] = 0 if page_size else rng.choice((0, 1, 5))
     return found | {"cache_seqlens": rng.choice((0, 2**20))}
+
+
+def _rotary(rng: random.Random) -> dict[str, int]:
+    """What an append turns: keys and queries, keys alone, or nothing."""
+    rotary_dim = rng.choice((0, 16, 32, 64))
+    found = {"rotary_dim": rotary_dim, "d_head": rotary_dim + 8 * rng.randint(not rotary_dim, 3)}
+    found["positions"] = rotary_dim and rng.choice((0, 1, 500))
+    found["has_rotary_seqlens"] = rng.choice((0, 1)) if rotary_dim else 0
+    has_q = rotary_dim and rng.random() < 0.7
+    return found | {name: rng.randint(1, 9) if has_q else 0 for name in ("heads", "len_q")}
 
 
 def by_config(launch: LaunchFormula, values: Values) -> Planned | None:
