@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from flash_attention import _append as kernels
 from flash_attention._decode import _count, decode
-from flash_attention._forward import _ALL_KEYS, _check_flag
+from flash_attention._forward import _ALL_KEYS, _check_flag, _overwritten
 from flash_attention._operators import define
 from flash_helpers.gpu import MAX_GRID
+from flash_helpers.operations.append.baselines import append_rows, rotated
 from flash_helpers.runtime.tensors import check_types, named
 
 _AXES = 4  # (batch, seq, heads, d_head), also of a cache: (rows or pages, keys, ...)
@@ -76,12 +78,10 @@ def with_kvcache(
                 "before them, an int or an int32 tensor (batch,)"
             )
         _check_place("cache_seqlens", cache_seqlens, (q.shape[0],), q.device)
-        if rotary is not None:
-            begins = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-            has_order = causal or tuple(window_size) != _ALL_KEYS
-            q = _rotated(q, *rotary, begins, rotary_interleaved, in_order=has_order)
-            k = _rotated(k, *rotary, begins, rotary_interleaved)
-        _append(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
+        q = _turned_and_appended(
+            *(q, k, v, rotary, cache_seqlens, rotary_seqlens, block_table, cache_batch_idx),
+            *(rotary_interleaved, causal or tuple(window_size) != _ALL_KEYS, k_cache, v_cache),
+        )
         lengths = cache_seqlens + k.shape[1]
     return decode(
         q,
@@ -152,36 +152,6 @@ def _rotary(
     return cos, sin
 
 
-def _rotated(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    begins: torch.Tensor,
-    is_interleaved: bool,
-    *,
-    in_order: bool = True,
-) -> torch.Tensor:
-    """Return x, (batch, seq, heads, d_head), with its first columns turned by the angles of their
-    positions, in fp32.
-
-    cos, sin: (positions, pairs). begins: (batch,), position of each first row. A position that the
-    tables lack is the nearest that they have. is_interleaved: a pair is two columns side by side,
-    instead of one of each half. in_order: the rows after the first have the positions behind it,
-    instead of its own.
-    """
-    places = begins.long()[:, None]
-    if in_order:
-        places = places + torch.arange(x.shape[1], device=x.device)
-    places = places.clamp(0, cos.shape[0] - 1)
-    c, s = (table[places].float()[:, :, None] for table in (cos, sin))  # (batch, seq, 1, pairs)
-    turned, rest = x.split([2 * cos.shape[1], x.shape[-1] - 2 * cos.shape[1]], dim=-1)
-    turned = turned.float()
-    a, b = (turned[..., ::2], turned[..., 1::2]) if is_interleaved else turned.chunk(2, dim=-1)
-    pairs = a * c - b * s, a * s + b * c
-    turned = torch.stack(pairs, -1).flatten(-2) if is_interleaved else torch.cat(pairs, -1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
-
-
 # -- append ----------------------------------------------------------------------------------------
 
 
@@ -194,33 +164,8 @@ def _append_rows(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Write k and v, (batch, new, kv_heads, d_head), behind the keys that each sequence has. A row
-    whose place is not in the cache is not written. Nothing waits for the device."""
     _check_append(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
-    batch, new = k.shape[:2]
-    blocks, size = 1, k_cache.shape[1]
-    if block_table is not None:
-        blocks = block_table.shape[1]
-    if not (batch and new and blocks and k_cache.shape[0] and size):
-        return
-    key = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)  # (batch, new)
-    exists = (key >= 0) & (key < blocks * size)
-    key = key.clamp(0, blocks * size - 1)
-    if block_table is not None:
-        row, slot = block_table.long().gather(1, key // size), key % size
-    else:
-        own = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx
-        row, slot = own.long()[:, None].expand(-1, new), key
-    exists = (exists & (row >= 0) & (row < k_cache.shape[0])).flatten()
-    # A row without a place becomes a copy of the first that has one, so that each place is written
-    # once, or with one value. If none has a place, the cache's own values are written.
-    every = torch.arange(batch * new, device=k.device)
-    chosen = torch.where(exists, every, exists.long().argmax())
-    row, slot = (place.flatten()[chosen] for place in (row, slot))
-    row = row.clamp(0, k_cache.shape[0] - 1)
-    for x, cache in ((k, k_cache), (v, v_cache)):
-        rows = torch.where(exists.any(), x.flatten(0, 1)[chosen], cache[row, slot])
-        cache.index_put_((row, slot), rows)
+    append_rows(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
 
 
 def _check_append(
@@ -297,4 +242,90 @@ _append = define(
     "Tensor? cache_batch_idx, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
     _append_rows,
     _check_append,
+)
+
+
+# -- append and rotary embedding -------------------------------------------------------------------
+
+
+def _turned_and_appended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    cache_seqlens: torch.Tensor,
+    rotary_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    interleaved: bool,
+    in_order: bool,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Append k and v, and return q; k and q are turned, where there is a rotary embedding. It is
+    one launch where the registry has a kernel for that."""
+    places = cache_seqlens, rotary_seqlens, block_table, cache_batch_idx
+    given = k, v, q if rotary else None, *(rotary or (None, None)), *places
+    options = kernels.options_of(given[3], interleaved, in_order)
+    tensors = dict(zip(kernels.INPUTS, given, strict=True))
+    if kernels.is_taken({**tensors, "k_cache": k_cache}, options):
+        found = torch.empty_like(q, memory_format=torch.contiguous_format) if rotary else None
+        _append_rotated(*given, interleaved, in_order, k_cache, v_cache, found)
+        return q if found is None else found
+    if rotary:
+        q, k = _turned(q, k, *rotary, cache_seqlens, rotary_seqlens, interleaved, in_order)
+    _append(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
+    return q
+
+
+def _turned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    rotary_seqlens: torch.Tensor | None,
+    interleaved: bool,
+    in_order: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = cos, sin, cache_seqlens if rotary_seqlens is None else rotary_seqlens, interleaved
+    return rotated(q, *angles, in_order=in_order), rotated(k, *angles)
+
+
+def _tensors_of(*args: Any) -> tuple[dict[str, torch.Tensor], kernels.Options]:
+    """Return the tensors of a call of `_append_rotated`, by the names of the problem, and its
+    options. Raises as `_check_append` does."""
+    inputs, (interleaved, in_order), outputs = args[:9], args[9:11], args[11:]
+    names = (*kernels.INPUTS, *kernels.OUTPUTS)
+    found = named(zip(names, (*inputs, *outputs), strict=True))
+    k, v, _, cos, _, cache_seqlens, _, *places = inputs
+    _check_append(k, v, cache_seqlens, *places, *outputs[:2])
+    return found, kernels.options_of(cos, interleaved, in_order)
+
+
+def _compute_append_rotated(*args: Any) -> None:
+    tensors, options = _tensors_of(*args)
+    if kernels.by_kernel(tensors, options):
+        _overwritten(*(tensors.get(name) for name in kernels.OUTPUTS))
+        return
+    # the tensors do not lie as a kernel takes them
+    k, v, q, cos, sin, cache_seqlens, rotary_seqlens, block_table, cache_batch_idx = args[:9]
+    interleaved, in_order, k_cache, v_cache, q_rotated = args[9:]
+    if q is not None:
+        angles = cos, sin, cache_seqlens, rotary_seqlens, interleaved, in_order
+        q, k = _turned(q, k, *angles)
+        q_rotated.copy_(q)
+    append_rows(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
+
+
+def _check_append_rotated(*args: Any) -> None:
+    kernels.compile_traced(*_tensors_of(*args))
+
+
+_append_rotated = define(
+    "append_rotated(Tensor k, Tensor v, Tensor? q, Tensor? cos, Tensor? sin, Tensor cache_seqlens, "
+    "Tensor? rotary_seqlens, Tensor? block_table, Tensor? cache_batch_idx, bool interleaved, "
+    "bool in_order, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? q_rotated) -> ()",
+    _compute_append_rotated,
+    _check_append_rotated,
 )
