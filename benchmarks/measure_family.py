@@ -40,8 +40,9 @@ also measured with a causal mask and without, in bursts and sustained. A family 
 has its last step measured on grouped heads, with a causal mask, in both dtypes and at head size 64.
 A family of decode has its last steps measured on one sequence, on pages of 1, 16, 64 and 256 keys,
 with 1, 8 and 16 heads on one, and on 64 sequences of one length and of lognormal lengths; the last
-step in all dtypes, and for pieces of 256, 1024 and 2048 keys. A family of another operation has its
-last steps measured in all dtypes. At the end all steps are measured beside each other.
+step in all dtypes, and for pieces of 256, 1024 and 2048 keys; and steps for a cache in fp8 on that.
+A family of another operation has its last steps measured in all dtypes. At the end all steps are
+measured beside each other, but for those for a cache in fp8.
 
 The files are FOLDER/FAMILY_KIND_GPU.json. A run can be interrupted at any time: the same command
 continues with the files in FOLDER. FlashAttention-3 takes part if fa3_fwd is installed. Further
@@ -93,6 +94,7 @@ class Kind:
             for variant in fixed.variants()
             if variant.dtype in dtypes and is_causal(variant) == self.causal
             if variant.supports.sizes == self.head_sizes(fixed)
+            if getattr(variant.supports, "fp8_cache", False) == (_FP8_CACHE in self.options)
             if not getattr(variant.supports, "exact", ())
         ]
         steps = list(dict.fromkeys(config.step for config in own))
@@ -142,6 +144,7 @@ class Kind:
 
 
 _SUSTAINED = ("--load", "sustained")
+_FP8_CACHE = "--fp8-cache"
 _ALL_STEPS = Kind("", (), (), None)
 _CACHES = (2048, 8192)  # keys of a sequence, of 64 sequences and of 16
 _ALONE = (1024, 8192, 131072)
@@ -190,6 +193,8 @@ KINDS = {
             for n in (256, 1024, 2048)
         ),
         Kind("dtypes", _CACHES, steps=1, all_dtypes=True),
+        Kind("fp8", _CACHES, (*_SUSTAINED, _FP8_CACHE), all_dtypes=True, winners=False),
+        Kind("fp8_alone", _ALONE, (_FP8_CACHE, "--batch", "1"), winners=False),
         _ALL_STEPS,
     ),
 }

@@ -16,9 +16,11 @@ struct DecodeSyncKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
+    constexpr int cache_bytes() const { return decode_sync == 6 ? 1 : 2; } // of an element
     // Q and each warp's blocks of K and V; at the end O of each warp in fp32, with m and l.
     constexpr int smem_bytes() const {
-        const int tiles = (16 + 2 * n_warps * stages * B_c) * d_head * int(sizeof(Element));
+        const int blocks = 2 * n_warps * stages * B_c * cache_bytes();
+        const int tiles = (16 * int(sizeof(Element)) + blocks) * d_head;
         const int sums = n_warps * 16 * (d_head + 2) * int(sizeof(float));
         return tiles > sums ? tiles : sums;
     }
@@ -50,4 +52,6 @@ struct DecodeSyncKernelArgs {
     int keys_per_piece; // from c5 on: a multiple of n_warps · B_c
     float2 *statistics; // m and l
     float *O_parts; // (..., d_head)
+    // From c6 on: of K and V in fp8, (batch, kv_heads), or null.
+    const float *k_scale, *v_scale;
 };

@@ -210,7 +210,9 @@ struct Sums {
         return smem[cfg.n_warps * kRows * (cfg.d_head + 1) + warp * kRows + row];
     }
 
-    // m, l and O of this warp: registers → shared
+    // m, l and O of this warp: registers → shared. kApart: of each 16 columns the even ones are in
+    // one tile, and the odd ones in the next.
+    template <bool kApart = false>
     __device__ __forceinline__ void store(const Statistics &statistics,
                                           const float (&O_rmem)[1][cfg.d_head / kMmaN][4]) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -219,10 +221,14 @@ struct Sums {
             const int row = half * 8 + lane / 4;
 #pragma unroll
             for (int n = 0; n < cfg.d_head / kMmaN; ++n) {
-                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(
-                                 smem_address(O(warp, row) + n * kMmaN + lane % 4 * 2)),
-                             "f"(O_rmem[0][n][half * 2]), "f"(O_rmem[0][n][half * 2 + 1])
-                             : "memory");
+                const int even = n / 2 * 2, own = half * 2 + n % 2;
+                const int column =
+                    kApart ? even * kMmaN + lane % 4 * 4 + n % 2 * 2 : n * kMmaN + lane % 4 * 2;
+                asm volatile(
+                    "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address(O(warp, row) + column)),
+                    "f"(kApart ? O_rmem[0][even][own] : O_rmem[0][n][half * 2]),
+                    "f"(kApart ? O_rmem[0][even + 1][own] : O_rmem[0][n][half * 2 + 1])
+                    : "memory");
             }
             const float l_all = quad_sum(statistics.l[half]);
             if (lane % 4 == 0) {

@@ -53,6 +53,8 @@ def usual(config: Config, batch: int, len_k: int, **options: object) -> Decode:
     """Sequences of various lengths with 8 heads on 2; in pages of 16 if the kernel takes them."""
     sizes = {"kv_heads": 2, "d_head": config.supports.d_heads[0], "dtype": config.dtype}
     page_size = 16 * config.supports.pages
+    if config.supports.fp8_cache:
+        sizes |= dict.fromkeys(("fp8_cache", "k_scale", "v_scale"), True)
     return Decode(batch, 8, len_k=len_k, page_size=page_size, return_lse=True, **sizes, **options)
 
 

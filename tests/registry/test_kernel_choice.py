@@ -133,7 +133,7 @@ class TestSteps:
         decode = FAMILIES["decode"]
         assert [step.id for step in decode.preferred] == ["d7", "d8", "d5"]
         portable = FAMILIES["decode_sync"]
-        assert [step.id for step in portable.preferred] == ["c4", "c5"]
+        assert [step.id for step in portable.preferred] == ["c4", "c6", "c5"]
         first, *others, last = decode.entries
         later = replace(decode, entries=(first, *others, last, replace(last, traits=frozenset())))
         assert [step.id for step in later.preferred] == ["d14", "d8", "d5"]

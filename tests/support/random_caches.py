@@ -26,7 +26,7 @@ from flash_helpers.runtime.tensors import torch_dtype
 
 MARGIN = 64  # elements before and behind a tensor
 NO_PAGE = 2**31 - 1
-GAP = 8  # elements, 16 bytes: gaps between rows and between heads are multiples of it
+GAP_BYTES = 16  # gaps between rows and between heads are multiples of it
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,14 @@ class _Draw(random.Random):
             "len_k": self.randint(1, 5 * keys if is_long else keys),
             "d_head": config.supports.d_heads[0],
             "dtype": config.dtype,
+            **self.scales(config),
         }
+
+    def scales(self, config: Config) -> dict[str, bool]:
+        """Draw the scales of a cache in fp8, if the config takes one."""
+        if not config.supports.fp8_cache:
+            return {}
+        return {"fp8_cache": True} | {name: self.chance(0.5) for name in ("k_scale", "v_scale")}
 
     def places(self, sizes: Mapping[str, Any], has_pages: bool) -> dict[str, Any]:
         """Draw where the keys lie, and how many there are; without pages for a kernel that takes
@@ -154,14 +161,15 @@ class _Draw(random.Random):
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
         """Draw strides: rows within heads or heads within rows, with gaps or without."""
+        gap = GAP_BYTES // tensor.element.bytes
         _, rows, heads, d_head = tensor.shape
         sizes = {"rows": rows, "heads": heads}
         inner = self.choice(("rows", "heads", "heads"))
         outer = "heads" if inner == "rows" else "rows"
-        of_inner = d_head + GAP * self.choice((0, 0, 1, 3))
-        of_outer = sizes[inner] * of_inner + GAP * self.choice((0, 0, 1, 2))
+        of_inner = d_head + gap * self.choice((0, 0, 1, 3))
+        of_outer = sizes[inner] * of_inner + gap * self.choice((0, 0, 1, 2))
         found = {inner: of_inner, outer: of_outer}
-        batch = sizes[outer] * of_outer + GAP * self.choice((0, 0, 5))
+        batch = sizes[outer] * of_outer + gap * self.choice((0, 0, 5))
         return batch, found["rows"], found["heads"], 1
 
 
@@ -261,7 +269,8 @@ def alone(
         found[name] = torch.tensor(places[name], dtype=torch.int32, device=keys.device)
     if problem.sinks:
         found["sinks"] = given["sinks"]
-    return own, found
+    scales = {name for name in ("k_scale", "v_scale") if name in given}
+    return own, found | {name: given[name][number : number + 1] for name in scales}
 
 
 def faults_of(cache: Cache, config: Config, device: torch.device | str) -> list[str]:

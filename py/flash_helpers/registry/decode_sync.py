@@ -36,7 +36,7 @@ from flash_helpers.registry.decode_arguments import (
     most_pieces,
     option_values,
 )
-from flash_helpers.registry.family import LAST_RESORT, Family, StepEntry
+from flash_helpers.registry.family import LAST_RESORT, Family, Step, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -54,12 +54,15 @@ RING = "ring"  # blocks are copied while one is multiplied
 PAGED = "paged"  # the cache may lie in pages
 PIECES = "pieces"  # of a sequence's keys have thread blocks of their own
 FIXED_SIZE = "fixed_size"  # of pieces, which begin at the same keys in every sequence
+FP8 = "fp8"  # the cache is in e4m3, with scales
 
+SCALES = ("k_scale", "v_scale")
 # Buffers: of each piece m and l, and O in float32.
 STATISTICS, O_PARTS = "statistics", "O_parts"
 STATISTICS_BYTES = 8
 BLOCKS_PER_SM = 2  # that pieces are to give
 LEAST_PIECE = 256  # keys
+FP8_PIECE = 64  # columns of which rows of 64 or 128 bytes of fp8 are made
 
 DECODE, COMBINE = "decode_kernel", "combine_kernel"
 _POINTERS = {name.upper(): name for name in "qkvo"}
@@ -76,7 +79,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("window_left", "window_right"), INT),
             "block_table": POINTER,
             **dict.fromkeys(("table_blocks", "page_size", "pieces", "keys_per_piece"), INT),
-            **dict.fromkeys((STATISTICS, O_PARTS), POINTER),
+            **dict.fromkeys((STATISTICS, O_PARTS, *SCALES), POINTER),
         }
     ),
 )
@@ -113,9 +116,14 @@ class DecodeSyncKernelConfig(Config):
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block in bytes: Q and each warp's blocks of K and V; at
         the end O of each warp in fp32, with m and l."""
-        blocks = 2 * self.n_warps * self.stages * self.B_c
+        blocks = 2 * self.n_warps * self.stages * self.B_c * self.cache_bytes
         sums = self.n_warps * MMA_M * (self.d_head + 2) * FLOAT.size
-        return max((MMA_M + blocks) * self.d_head * ELEMENT_BYTES, sums)
+        return max((MMA_M * ELEMENT_BYTES + blocks) * self.d_head, sums)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of an element of K and V."""
+        return (Element.FP8 if FP8 in self.step.traits else self.dtype).bytes
 
     def variants(self) -> tuple[DecodeSyncKernelConfig, ...]:
         """Return the config, and those of the other head sizes."""
@@ -131,6 +139,12 @@ class DecodeSyncKernelConfig(Config):
             raise ValueError(
                 f"d_head {self.d_head} is not built: choose one of "
                 f"{', '.join(map(str, WARPS))}, and pad with zeros"
+            )
+        if FP8 in self.step.traits and self.d_head % FP8_PIECE:
+            sizes = ", ".join(str(size) for size in WARPS if size % FP8_PIECE == 0)
+            raise ValueError(
+                f"d_head {self.d_head} is not built for a cache in fp8: choose one of {sizes}, and "
+                "pad with zeros"
             )
         if self.B_c not in (16, 32):
             raise ValueError(f"B_c {self.B_c} is not 16 or 32: choose one of these")
@@ -163,6 +177,7 @@ class DecodeSyncKernelConfig(Config):
             pages=PAGED in self.step.traits,
             max_pieces=self._max_pieces,
             keys_per_piece=FIXED_SIZE in self.step.traits,
+            fp8_cache=FP8 in self.step.traits,
         )
 
     @property
@@ -223,6 +238,7 @@ class DecodeSyncKernelConfig(Config):
         """Return the launch, with one block per sequence, head of K, tile of queries and piece; and
         the one that adds up several pieces."""
         names = {**_POINTERS, **given_names(problem)}
+        names |= {name: name for name in SCALES if getattr(problem, name)}
         pieces = self.pieces(problem, device)
         functions: tuple[str, ...] = (DECODE,)
         buffers: tuple[Buffer, ...] = ()
@@ -295,8 +311,14 @@ def listed_variants() -> list[DecodeSyncKernelConfig]:
     return [
         DECODE_SYNC.fixed_config(step, DTYPES[n % 2]).of_size(size)
         for step in DECODE_SYNC.preferred
-        for n, size in enumerate(size for size in WARPS if size != _BASE["d_head"])
+        for n, size in enumerate(_other_sizes(step))
     ]
+
+
+def _other_sizes(step: Step) -> list[int]:
+    """Return the head sizes besides the step's own; of a cache in fp8 the most usual one alone."""
+    sizes = (64,) if FP8 in step.traits else WARPS
+    return [size for size in sizes if size != _BASE["d_head"]]
 
 
 def _file(number: int) -> str:
@@ -344,13 +366,22 @@ DECODE_SYNC = Family(
             _file(5),
             traits=frozenset({FIXED_SIZE, LAST_RESORT}),
         ),
+        StepEntry(
+            "fp8_cache",
+            "a cache in fp8 with scales, converted in registers",
+            _file(6),
+            sets={"B_c": 32},
+            traits=frozenset({FP8, LAST_RESORT}),
+            drops=frozenset({FIXED_SIZE}),
+            parent="c4",
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType(dict.fromkeys((DECODE, COMBINE), ARGUMENTS)),
     header=PurePosixPath("kernels/decode_sync/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=5_500_000,
-    matrix_budget=30_000_000,
+    simulated_budget=11_500_000,
+    matrix_budget=45_000_000,
     also_listed=listed_variants,
 )

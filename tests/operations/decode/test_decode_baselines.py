@@ -19,6 +19,7 @@ from flash_helpers.operations.decode.inputs import draw
 from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.operations.decode.reference import reference
 
+FP8 = {"fp8_cache": True}
 USUAL = {"softmax_scale": 0.25, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
 
 
@@ -68,6 +69,17 @@ def test_a_package_gets_the_cache_and_the_options(
         ),
         (FLASHINFER, {"caches": 3}, "cache_batch_idx: flashinfer does not take them"),
         (FLASHINFER, {"len_q": 2}, "len_q 2, several queries of a sequence: flashinfer does not"),
+        (
+            FLASHINFER,
+            {"fp8_cache": True, "v_scale": True},
+            "k_scale and v_scale of each sequence: ",
+        ),
+        (
+            "fa3",
+            {"fp8_cache": True},
+            "a cache in fp8: fa3 does not take it beside q in bf16: leave",
+        ),
+        ("pytorch_flash", {"fp8_cache": True}, "a cache in fp8: pytorch_flash does not take it"),
         ("pytorch_flash", {"total_k": 7}, "lengths that differ: pytorch_flash does not take them"),
         ("pytorch_cudnn", {"page_size": 4}, "pages: pytorch_cudnn does not take them: leave out"),
         ("pytorch_cudnn", {"caches": 3}, "cache_batch_idx: pytorch_cudnn does not take them"),
@@ -88,7 +100,9 @@ def test_the_flash_backend_computes_the_problem() -> None:
     torch.testing.assert_close(found.double(), wanted, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("options", [{}, {"total_k": 25, "page_size": 4}, {"caches": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"total_k": 25, "page_size": 4}, {"caches": 3}, FP8], ids=str
+)
 def test_the_copy_moves_as_many_bytes_of_k_as_kernels_read_of_k_and_v(options) -> None:
     problem = Decode(2, 4, d_head=16, len_k=20, kv_heads=2, **options)
     given = draw("normal", problem)
@@ -157,6 +171,7 @@ def wrappers(monkeypatch) -> Iterator[list[_Wrapper]]:
         ({"batch": 5, "total_k": 43}, 4),
         ({"batch": 5, "total_k": 0}, 4),
         ({"page_size": 10}, 10),
+        (FP8, 4),
         ({"batch": 5, "page_size": 5, "pages": 40, "total_k": 43}, 5),
         ({"window_left": 6, "softcap": 2.0, "softmax_scale": 0.5, "total_k": 31}, 4),
     ],
@@ -174,6 +189,7 @@ def test_flashinfer_gets_the_pages_that_hold_the_keys(wrappers, options, page_si
     (wrapper,) = wrappers
     assert wrapper.given == ("NHD", {"use_tensor_cores": True, "backend": "fa2"})
     assert wrapper.plans[0][0][-1] == page_size
+    assert wrapper.plans[0][1]["kv_data_type"] == given["k"].dtype
 
 
 def test_an_empty_sequence_has_no_page_for_flashinfer_and_a_full_page_is_the_last(wrappers) -> None:

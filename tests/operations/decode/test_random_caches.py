@@ -44,6 +44,7 @@ def test_pages_that_a_window_hides_are_not_read(config, unused) -> None:
     # the tile's first block of keys begins before key 94, the first that a query sees
     problem = Decode(2, 4, len_k=100, kv_heads=2, page_size=4, total_k=195, window_left=5)
     strides = {x.name: x.strides for x in problem.tensors if x.name in "qkvo"}
+    problem = config.supports.adapted(problem)
     assert not faults_of(Cache(problem, "normal", strides, 0, unused), config, "cpu")
 
 

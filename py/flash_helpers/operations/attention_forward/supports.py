@@ -309,11 +309,11 @@ class AttentionSupports:
             )
         most = (self.max_stride, self.max_row_stride, self.max_stride)
         for axis, stride, limit in zip(("batch", "seq", "heads"), outer, most, strict=True):
-            if stride * self.dtype.bytes % self.alignment:
+            if stride * tensor.element.bytes % self.alignment:
                 return (
                     f"{name} has {axis} stride {stride}, not a multiple of "
-                    f"{self.alignment // self.dtype.bytes} elements ({self.alignment} bytes): call "
-                    ".contiguous()"
+                    f"{self.alignment // tensor.element.bytes} elements ({self.alignment} bytes): "
+                    "call .contiguous()"
                 )
             if stride > limit:
                 return (

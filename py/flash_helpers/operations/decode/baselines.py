@@ -30,7 +30,8 @@ def run(
     """Return o, (batch, len_q, heads, d_head), by one of the operation's libraries.
 
     The packages take caches of any kind by flash_attn_with_kvcache, and FlashInfer takes any but
-    rows that sequences share; PyTorch's backends take whole caches, without pages. For `COPY` it is
+    rows that sequences share; PyTorch's backends take whole caches, without pages. FlashInfer alone
+    takes a cache in fp8 beside q in 16 bits, and has a number for a scale. For `COPY` it is
     a copy of as many keys of K as the kernels read of K and of V: reading and writing moves the
     same bytes.
 
@@ -44,9 +45,16 @@ def run(
     """
     if library == COPY:
         elements = problem.keys_read * problem.kv_heads * problem.d_head
-        return {"o": copied(tensors["k"].view(-1)[:elements])}
+        read = tensors["k"].view(-1)[:elements]
+        # no kernel multiplies numbers of fp8
+        return {"o": copied(read.view(torch.int16) if problem.fp8_cache else read)}
     if library == FLASHINFER:
         return {"o": _by_flashinfer(problem, tensors)}
+    if problem.fp8_cache:
+        raise ValueError(
+            f"a cache in fp8: {library} does not take it beside q in {problem.dtype.short}: leave "
+            "out the library"
+        )
     if library in PACKAGES:
         return {"o": _by_package(library, problem, tensors)}
     asked = {
@@ -83,6 +91,7 @@ def _by_flashinfer(problem: Decode, tensors: Mapping[str, torch.Tensor]) -> torc
         "sinks": problem.sinks,
         f"len_q {problem.len_q}, several queries of a sequence": problem.len_q > 1,
         "cache_batch_idx": problem.caches > 0,
+        "k_scale and v_scale of each sequence": problem.k_scale or problem.v_scale,
     }
     for option, is_asked in asked.items():
         if is_asked:
@@ -130,6 +139,7 @@ def _plan(problem: Decode, tensors: Mapping[str, torch.Tensor]) -> Any:
         window_left=-1 if problem.window_left is None else problem.window_left,
         logits_soft_cap=problem.softcap,
         q_data_type=q.dtype,
+        kv_data_type=tensors["k"].dtype,
         sm_scale=problem.softmax_scale,
     )
     return wrapper

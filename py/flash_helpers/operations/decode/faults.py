@@ -17,7 +17,7 @@ BARRIER = r"bar\.sync"
 
 FAULTS = {
     "c1: sums go where other warps still read their keys": Fault(
-        "c1", BF16, EPILOGUE, BARRIER, drop, nth(0), RaceError, "O_rmem[0][n][half * 2]",
+        "c1", BF16, EPILOGUE, BARRIER, drop, nth(0), RaceError, "O_rmem[0][n][half * 2",
     ),
     "c2: the block that is multiplied may still be in flight": Fault(
         "c2", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
@@ -34,6 +34,9 @@ FAULTS = {
     "c5: a piece goes on to the end of its sequence": Fault(
         "c5", BF16, PROLOGUE, r"min\.s32", swap(r"min\S+\s+(%r\d+), %r\d+, (%r\d+);",
         r"mov.u32 \1, \2;"), nth(4), quantity="o",
+    ),
+    "c6: a column of V and its key are taken for one another": Fault(
+        "c6", BF16, MAIN_LOOP, r"\S+.*\b12576\b", swap("12576", "12816"), None, quantity="o",
     ),
     "d1: a thread reads sums before all streams have stored theirs": Fault(
         "d1", BF16, MAIN_LOOP, BARRIER, drop, nth(0), RaceError, "m(part, row)",
@@ -86,13 +89,14 @@ FAULTS = {
 
 def problem_of(config: Any) -> Decode:
     """Return the problem on which faults of a config show: two sequences, of which one ends within
-    a block, and two heads on one; in pages of 4 keys, and in pieces of a half of the keys, if the
-    kernel takes them."""
+    a block, and two heads on one. The cache is in pages of 4 keys, in pieces of a half of the keys,
+    and in fp8 with scales, if the kernel takes them."""
     supports = config.supports
     room = 8 * supports.B_c
     sizes = {"d_head": config.d_head, "dtype": config.dtype, "total_k": 2 * room - 5}
     pages, pieces = 4 * supports.pages, room // 2 * supports.keys_per_piece
-    return Decode(2, 2, len_k=room, page_size=pages, keys_per_piece=pieces, **sizes)
+    fp8 = dict.fromkeys(("fp8_cache", "k_scale", "v_scale"), supports.fp8_cache)
+    return Decode(2, 2, len_k=room, page_size=pages, keys_per_piece=pieces, **sizes, **fp8)
 
 
 def device_of(config: Config) -> Device:

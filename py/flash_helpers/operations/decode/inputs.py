@@ -64,11 +64,30 @@ def draw(
     for name in ("k", "v"):
         for row, length in zip(found[name], lengths, strict=True):
             row[length:] = torch.nan
+        if problem.fp8_cache:
+            found |= _scaled(problem, name, found[name])
     if problem.page_size:
-        return found | _in_pages(problem, found["k"], found["v"], lengths, generator)
-    if problem.caches:
-        return found | _in_rows(problem, found["k"], found["v"], generator)
+        found |= _in_pages(problem, found["k"], found["v"], lengths, generator)
+    elif problem.caches:
+        found |= _in_rows(problem, found["k"], found["v"], generator)
+    if problem.fp8_cache:  # in another element type PyTorch moves few tensors
+        found |= {name: found[name].to(torch.float8_e4m3fn) for name in "kv"}
     return found
+
+
+def _scaled(problem: Decode, name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return K or V with numbers that e4m3 holds, and the scales, (batch, kv_heads); without scales
+    the numbers are cut. The largest number of one sequence and head in four is the largest of e4m3,
+    and those of the others are 2 to 4 times smaller, so that no scale can stand for another."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    if not getattr(problem, f"{name}_scale"):
+        return {name: x.clamp(-most, most)}
+    scale = x.float().nan_to_num(0.0).abs().amax((1, 3)).clamp(min=1e-3) / most
+    scale *= 1 + torch.arange(scale.numel(), device=x.device).view_as(scale) % 4
+    return {
+        name: (x / scale[:, None, :, None]).clamp(-most, most).to(x.dtype),
+        f"{name}_scale": scale,
+    }
 
 
 def _in_pages(

@@ -20,6 +20,8 @@ _PLACES = MappingProxyType(
         "cache_batch_idx": ("batch",),
     }
 )
+# Inputs by which a cache in fp8 is multiplied, and their axes. Fields tell whether they are there.
+_SCALES = MappingProxyType(dict.fromkeys(("k_scale", "v_scale"), ("batch", "heads")))
 # Sizes for which kernels are chosen whose results must not depend on the sizes of a call.
 _MANY_SEQUENCES, _MANY_KEYS = 64, 8192
 
@@ -44,20 +46,24 @@ class Decode(AttentionForward):
     either of them the bits of a sequence's results do not depend on the other sequences; with
     neither the kernel chooses.
 
+    `fp8_cache`: K and V are e4m3. `k_scale`, `v_scale`: inputs (batch, kv_heads) in float32 by
+    which they are multiplied, for each sequence and head.
+
     Masks are those of `AttentionForward` at each sequence's own length: the last query stands at
     the last key. One query sees all keys, and is never `causal`. Softcap, sinks, LSE and queries
     without a key are as there, too.
 
     len_k is a multiple of page_size; pages are as many as the sequences have together, unless they
     are given. Raises ValueError as `AttentionForward` does, for sizes that do not fit together, and
-    for both kinds of pieces at once.
+    for both kinds of pieces at once, and for scales of a cache that is not in fp8.
     """
 
     operation: ClassVar[str] = "decode"
     axes: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {name: AttentionForward.axes[name] for name in (*"qkvo", "lse", "sinks")} | {**_PLACES}
+        {name: AttentionForward.axes[name] for name in (*"qkvo", "lse", "sinks")}
+        | {**_PLACES, **_SCALES}
     )
-    optional: ClassVar[frozenset[str]] = frozenset({"lse", "sinks", *_PLACES})
+    optional: ClassVar[frozenset[str]] = frozenset({"lse", "sinks", *_PLACES, *_SCALES})
 
     len_q: int = option("queries of each sequence", 1, title="queries", most=MAX_EXPORTED)
     _: KW_ONLY
@@ -76,6 +82,9 @@ class Decode(AttentionForward):
         "pieces of each sequence's keys, 0 for the kernel's choice", 0, least=0, exported=False
     )
     keys_per_piece: int = option("keys of a piece, 0 for the kernel's choice", 0, least=0)
+    fp8_cache: bool = option("a cache in fp8 (e4m3)", False)
+    k_scale: bool = option("a factor of K in fp8 for each sequence and head", False)
+    v_scale: bool = option("a factor of V in fp8 for each sequence and head", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +111,12 @@ class Decode(AttentionForward):
             raise ValueError(
                 f"pieces {self.pieces} with keys_per_piece {self.keys_per_piece}: pass one of them"
             )
+        for name in _SCALES:
+            if getattr(self, name) and not self.fp8_cache:
+                raise ValueError(
+                    f"{name} is given and the cache is in {self.dtype.short}: pass a cache in "
+                    f"{Element.FP8.torch_name}, or leave {name} out"
+                )
 
     def _check_pages(self) -> None:
         for name in ("page_size", "pages", "caches"):
@@ -141,6 +156,9 @@ class Decode(AttentionForward):
             found.append(f"{self.pieces} pieces")
         if self.keys_per_piece:
             found.append(f"pieces of {self.keys_per_piece} keys")
+        if self.fp8_cache:
+            found.append("cache in fp8")
+        found += [name for name in _SCALES if getattr(self, name)]
         return found
 
     @classmethod
@@ -156,6 +174,7 @@ class Decode(AttentionForward):
         softcap: float = 0.0,
         pieces: int = 0,
         keys_per_piece: int = 0,
+        fp8_cache: bool = False,
     ) -> Decode:
         """Return the problem of q, k and v, and of the optional tensors that are given."""
         cls._fitting(shapes)
@@ -188,6 +207,9 @@ class Decode(AttentionForward):
             caches=rows if "cache_batch_idx" in shapes else 0,
             pieces=pieces,
             keys_per_piece=keys_per_piece,
+            fp8_cache=fp8_cache,
+            k_scale="k_scale" in shapes,
+            v_scale="v_scale" in shapes,
         )
 
     @classmethod
@@ -214,7 +236,7 @@ class Decode(AttentionForward):
 
     @classmethod
     def _fitting(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors but q and those of `_PLACES`.
+        """Return the shapes of all tensors but q and those of `_PLACES` and `_SCALES`.
 
         Raises ValueError for a shape that does not fit, for a d_head of 0, and for heads of Q if K
         and V have none.
@@ -239,6 +261,7 @@ class Decode(AttentionForward):
             "cache_seqlens": ("q", "batch", (batch,)),
             "block_table": ("q", "batch", (batch, table[-1])),
             "cache_batch_idx": ("q", "batch", (batch,)),
+            **dict.fromkeys(_SCALES, ("q", "batch and heads of k", (batch, kv_heads))),
         }
         for name, (other, sizes, wanted) in fitting.items():
             if shapes.get(name, wanted) != wanted:
@@ -253,13 +276,20 @@ class Decode(AttentionForward):
                 f"k has heads {kv_heads}, shape {shapes['k']}, and q has {heads}: use a divisor "
                 f"of {heads}"
             )
-        return {name: wanted for name, (_, _, wanted) in fitting.items() if name not in _PLACES}
+        others = {**_PLACES, **_SCALES}
+        return {name: wanted for name, (_, _, wanted) in fitting.items() if name not in others}
 
     def call_options(self) -> dict[str, Any]:
-        """Return the scale, the masks, the softcap and the pieces: no option is compiled into a
-        kernel."""
-        pieces = {"pieces": self.pieces, "keys_per_piece": self.keys_per_piece}
-        return {"causal": self.causal, **super().call_options(), **pieces}
+        """Return the scale, the masks, the softcap and the pieces, and fp8_cache where it is so: no
+        other option is compiled into a kernel."""
+        found = {"pieces": self.pieces, "keys_per_piece": self.keys_per_piece}
+        found |= {"fp8_cache": True} if self.fp8_cache else {}
+        return {"causal": self.causal, **super().call_options(), **found}
+
+    def record(self) -> dict[str, Any]:
+        """Return the operation and all fields; those of a cache in fp8 only where there is one."""
+        fp8 = "fp8_cache", *_SCALES
+        return {k: v for k, v in super().record().items() if k not in fp8 or v}
 
     def for_choice(self) -> Decode:
         """Return many long sequences without masks in place of this problem's own, if its results
@@ -287,8 +317,9 @@ class Decode(AttentionForward):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """q, k, v, the output o, lse, sinks, and the inputs that say where keys are."""
+        """q, k, v, the output o, lse, sinks, the inputs that say where keys are, and the scales."""
         own = {tensor.name: tensor for tensor in super().tensors}
+        own |= {name: replace(own[name], element=self.cache_element) for name in "kv"}
         given = {
             "cache_seqlens": ((self.batch,), self.total_k is not None),
             "block_table": ((self.batch, max(self.blocks, 1)), self.page_size > 0),
@@ -306,7 +337,22 @@ class Decode(AttentionForward):
                 )
                 for name, (shape, is_given) in given.items()
             ),
+            *(
+                Tensor(
+                    name,
+                    (self.batch, self.kv_heads),
+                    Element.FP32,
+                    Role.IN if getattr(self, name) else Role.OPTIONAL,
+                    axes,
+                )
+                for name, axes in _SCALES.items()
+            ),
         )
+
+    @property
+    def cache_element(self) -> Element:
+        """Element type of K and V."""
+        return Element.FP8 if self.fp8_cache else self.dtype
 
     @property
     def mean_k(self) -> int:
@@ -341,7 +387,7 @@ class Decode(AttentionForward):
         a shared row once. Where lengths differ under a window, no fewer than these."""
         once = (*self.inputs, *self.outputs)
         others = sum(tensor.bytes for tensor in once if tensor.name not in ("k", "v"))
-        return others + 2 * self.keys_read * self.kv_heads * self.d_head * self.dtype.bytes
+        return others + 2 * self.keys_read * self.kv_heads * self.d_head * self.cache_element.bytes
 
     @property
     def keys_read(self) -> int:

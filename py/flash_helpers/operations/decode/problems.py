@@ -24,9 +24,11 @@ def measured(
     kv_heads: int | None = None,
     batch: int | None = None,
     page_size: int = 0,
+    fp8_cache: bool = False,
 ) -> Decode:
     """Return the problem of one cache length that is measured: by default 32 heads on 8, and as
-    many sequences as have MAX_TOKENS together, at most MAX_BATCH.
+    many sequences as have MAX_TOKENS together, at most MAX_BATCH. A cache in fp8 has no scales,
+    since not all libraries take these.
 
     Raises ValueError as `Decode` does.
     """
@@ -34,4 +36,10 @@ def measured(
         batch = max(1, min(MAX_BATCH, MAX_TOKENS // len_k))
     if kv_heads is None:
         kv_heads = N_KV_HEADS if heads == N_HEADS else heads
-    return Decode(batch, heads, len_k=len_k, kv_heads=kv_heads, page_size=page_size)
+    return Decode(
+        *(batch, heads),
+        len_k=len_k,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        fp8_cache=fp8_cache,
+    )

@@ -30,8 +30,9 @@ def caches_of(
     problem: Decode, inputs: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the keys and the values of each sequence, (1, length, kv_heads, d_head). Keys in
-    pages of which no query sees a key are zeros."""
-    k, v = inputs["k"], inputs["v"]
+    pages of which no query sees a key are zeros. Those of a cache in fp8 are float32, not
+    multiplied by the scales."""
+    k, v = (x.float() if problem.fp8_cache else x for x in (inputs["k"], inputs["v"]))
     for n, length in enumerate(lengths_of(problem, inputs)):
         if problem.page_size:
             needed = problem.needed_blocks(length)
@@ -52,11 +53,15 @@ def reference(problem: Decode, inputs: Mapping[str, torch.Tensor]) -> Reference:
     does."""
     q = inputs["q"]
     options = options_of(problem, inputs)
-    for name in ("pieces", "keys_per_piece"):  # the order of sums
-        del options[name]
+    for name in ("pieces", "keys_per_piece", "fp8_cache"):  # the order of sums, and the cache
+        options.pop(name, None)
     o, lse = without_keys(q, q, options["sinks"])
     bounds = dict.fromkeys(("o", "lse"), OutputError(0.0, 0.0))
     for n, (k, v) in enumerate(caches_of(problem, inputs)):
+        k, v = (
+            x.double() * inputs[name][n, :, None] if name in inputs else x
+            for x, name in ((k, "k_scale"), (v, "v_scale"))
+        )
         if not k.shape[1]:
             own = lse_bound(q, k.new_zeros(1, 1, *k.shape[2:]), sinks=options["sinks"])
             bounds["lse"] = larger(bounds["lse"], OutputError(own, math.inf))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flash_helpers import gpu
@@ -19,9 +19,11 @@ from flash_helpers.operations.attention_forward.supports import (
     AttentionSupports,
 )
 from flash_helpers.operations.decode.problem import Decode
+from flash_helpers.registry.problem import Element
 
 PAGES = "pages"
 PIECES, KEYS_PER_PIECE = "pieces", "keys_per_piece"
+FP8_CACHE = "fp8_cache"
 USUAL_PIECE = 1024  # keys of a piece of a fixed size, where a call names none
 # What every kernel of the operation takes.
 ALWAYS = frozenset({GROUPED_HEADS, RETURN_LSE, SINKS, SOFTCAP, SOFTMAX_SCALE, TWO_LENGTHS, WINDOW})
@@ -35,6 +37,7 @@ class DecodeSupports(AttentionSupports):
     kernel takes a cache in pages. `max_blocks`: blocks of keys, each counted for each tile that
     reads it, of all sequences; None for any number. `max_pieces`: the most pieces that a call may
     ask for; 0 where none. `keys_per_piece`: whether it may ask for pieces of so many keys.
+    `fp8_cache`: whether the kernel takes caches in fp8, and no others.
     """
 
     problems: ClassVar[type[AttentionForward]] = Decode
@@ -45,17 +48,33 @@ class DecodeSupports(AttentionSupports):
     max_blocks: int | None = None
     max_pieces: int = 1
     keys_per_piece: bool = False
+    fp8_cache: bool = False
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """None: all options come with the call."""
-        return {}
+        """A cache in fp8; all other options come with the call."""
+        return {FP8_CACHE: True} if self.fp8_cache else {}
+
+    def adapted(self, problem: AttentionForward) -> AttentionForward:
+        """Return the problem with the kernel's kind of cache; without scales if that is not in
+        fp8."""
+        assert isinstance(problem, Decode)
+        k_scale, v_scale = (self.fp8_cache and has for has in (problem.k_scale, problem.v_scale))
+        return replace(problem, fp8_cache=self.fp8_cache, k_scale=k_scale, v_scale=v_scale)
 
     def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
         """Return the head sizes of a problem that the kernel is not built for, pages and pieces;
         options come with the call."""
         found = self._other_sizes(problem)
         assert isinstance(problem, Decode)
+        if problem.fp8_cache != self.fp8_cache:
+            cache = f"a cache in {problem.cache_element.short}"
+            way_out = (
+                f"choose a step that takes it, or convert k and v to {self.dtype.short}"
+                if problem.fp8_cache
+                else f"choose a step that takes it, or convert k and v to {Element.FP8.torch_name}"
+            )
+            found[FP8_CACHE] = cache, way_out
         if problem.page_size and not self.pages:
             found[PAGES] = (
                 f"page_size {problem.page_size}",
@@ -137,6 +156,9 @@ class DecodeSupports(AttentionSupports):
         found = super().described()
         named = {PAGES: self.pages, PIECES: self.max_pieces > 1}
         named[KEYS_PER_PIECE] = self.keys_per_piece
+        named |= dict.fromkeys((FP8_CACHE, "k_scale", "v_scale"), self.fp8_cache)
+        if self.fp8_cache:
+            found["strides"] += f"; of k and v multiples of {self.alignment}"
         found["options"] = ", ".join(
             [
                 *("causal, cache_seqlens, cache_batch_idx", found["options"]),
@@ -155,7 +177,7 @@ class DecodeSupports(AttentionSupports):
         """
         B_c, B_r = self.B_c, self.B_r
         rows = B_r // 2 + 1  # queries of one head that do not fill a tile
-        of_size = {"d_head": self.d_heads[0], "dtype": self.dtype}
+        of_size = {"d_head": self.d_heads[0], "dtype": self.dtype, FP8_CACHE: self.fp8_cache}
 
         def make(batch: int, heads: int, len_k: int, **options: Any) -> Decode:
             return Decode(batch, heads, len_k=len_k, **{"kv_heads": 1, **of_size, **options})
@@ -179,6 +201,13 @@ class DecodeSupports(AttentionSupports):
             yield make(
                 *(3, 2, 5 * B_c), len_q=2, window_left=2 * B_c, total_k=6 * B_c + 5,
                 keys_per_piece=B_c, return_lse=True,
+            )  # fmt: skip
+        if self.fp8_cache:
+            for scales in ({"k_scale": True}, {"v_scale": True}):
+                yield make(2, 4, B_c + 1, kv_heads=2, softcap=1.0, return_lse=True, **scales)
+            yield make(
+                *(2, 4, 8 * B_c + 5), kv_heads=2, k_scale=True, v_scale=True, sinks=True,
+                return_lse=True,
             )  # fmt: skip
         yield make(1, 2 * B_r, B_c + 1, kv_heads=2, len_q=2, causal=True)
         yield make(
