@@ -27,6 +27,8 @@ from flash_helpers.operations.decode.problem import Decode
 from flash_helpers.runtime.tensors import Laid, check_types, element_of, named, posed_problem
 from flash_helpers.tune.best import choose_config
 
+FP8 = torch.float8_e4m3fn  # of a cache that is not in the dtype of q
+
 
 def decode(
     q: torch.Tensor,
@@ -45,15 +47,20 @@ def decode(
     o: torch.Tensor | None = None,
     pieces: int = 0,
     keys_per_piece: int = 0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of the last queries of each sequence on its keys, which lie in a cache, by
     the best kernel for the problem.
 
     q: (batch, len_q, heads, d_head), fp16 or bf16.
-    k, v: (batch, room, kv_heads, d_head), with the dtype and device of q. With cache_batch_idx they
-        are (rows, room, kv_heads, d_head), with block_table (pages, page_size, kv_heads, d_head).
-        kv_heads and strides are as for `attention`: pages may be views of memory in which heads
-        stand before keys.
+    k, v: (batch, room, kv_heads, d_head), with the dtype and device of q, or in float8_e4m3fn on
+        that device. With cache_batch_idx they are (rows, room, kv_heads, d_head), with block_table
+        (pages, page_size, kv_heads, d_head). kv_heads and strides are as for `attention`, but that
+        strides in fp8 are multiples of 16: pages may be views of memory in which heads stand before
+        keys.
+    k_scale, v_scale: (batch, kv_heads), fp32, contiguous and on the device of q: the factors of k
+        and v of each sequence and head, if they are in fp8; 1 by default.
     cache_seqlens: (batch,), the keys of each sequence; without it each has as many as there is room
         for. A length below 0 counts as 0, and one over the room as the room. Keys behind a
         sequence's end are not read.
@@ -77,7 +84,7 @@ def decode(
     keys_per_piece: pieces of as many keys instead, which begin at multiples of it from each
         sequence's first key on, with a window too: a multiple of 64, or of 32 at a d_head over 128.
         The call takes memory for all pieces of the room or of the window: at a d_head of 128, 4 to
-        8 KB for each piece and head of k, if at most 8 queries share that.
+        8 KB for each piece and head of k, if at most 8 queries share that. Not for a cache in fp8.
 
     With either of them, the bits of a sequence's results follow from its own queries and keys, and
     from that number, len_q, heads and masks. They do not depend on the other sequences, their
@@ -97,7 +104,8 @@ def decode(
         "cache_batch_idx": cache_batch_idx,
     }
     _check_tensors(q, k, v)
-    check_types(named(places.items()))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    check_types(named((*places.items(), *scales.items())))
     _check_flag("causal", causal)
     _check_flag("return_lse", return_lse)
     if block_table is not None and k.ndim == len(Decode.axes["k"]) and k.shape[1] == 0:
@@ -107,8 +115,8 @@ def decode(
         )
     bounds = _options(window_size, softcap, sinks) or _NO_OPTIONS
     cut = _count("pieces", pieces), _count("keys_per_piece", keys_per_piece)
-    options = causal, *bounds, _scale(softmax_scale), *cut
-    given = q, k, v, sinks, *places.values()
+    options = causal, *bounds, _scale(softmax_scale), *cut, k.dtype.itemsize == 1
+    given = q, k, v, sinks, *places.values(), *scales.values()
     if o is None:
         return (_decode_lse if return_lse else _decode)(*given, *options)
     check_types({"o": o})
@@ -137,9 +145,9 @@ def _choose(asked: _Asked, given: Mapping[str, Laid]) -> Config:
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cache_seqlens, Tensor? block_table, "
-    "Tensor? cache_batch_idx"
+    "Tensor? cache_batch_idx, Tensor? k_scale, Tensor? v_scale"
 )
-_CUT = f"bool causal, {_WINDOWED}, int pieces, int keys_per_piece"
+_CUT = f"bool causal, {_WINDOWED}, int pieces, int keys_per_piece, bool fp8_cache"
 _decode = _define_with_options(f"decode({_TENSORS}, {_CUT}) -> Tensor", Decode, _choose)
 _decode_lse = _define_with_options(
     f"decode_lse({_TENSORS}, {_CUT}) -> (Tensor, Tensor)", Decode, _choose

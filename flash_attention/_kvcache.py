@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flash_attention import _append as kernels
-from flash_attention._decode import _count, decode
+from flash_attention._decode import FP8, _count, decode
 from flash_attention._forward import _ALL_KEYS, _check_flag, _overwritten
 from flash_attention._operators import define
 from flash_helpers.gpu import MAX_GRID
@@ -34,11 +34,15 @@ def with_kvcache(
     causal: bool,
     window_size: tuple[int, int],
     num_splits: int,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `flash_attn.flash_attn_with_kvcache`, whose arguments these are.
 
     rotary_seqlens: (batch,), int32: the position of the first new token; cache_seqlens by default.
+    k_descale, v_descale: k_scale and v_scale of `decode`, with any strides. New keys and values are
+        divided by them before they are rounded to fp8.
     options: others of `decode`, whose result is returned.
     """
     check_types({"q": q, "k_cache": k_cache, "v_cache": v_cache})
@@ -58,6 +62,8 @@ def with_kvcache(
             f"cache_seqlens is {cache_seqlens!r}: pass an int, or an int32 tensor (batch,)"
         )
     check_types(named([("block_table", block_table), ("cache_batch_idx", cache_batch_idx)]))
+    _check_scale("k_descale", k_descale, q, k_cache)
+    _check_scale("v_descale", v_descale, q, v_cache)
     if (k is None) != (v is None):
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"{given} is given and {missing} is None: pass both, or neither")
@@ -78,9 +84,15 @@ def with_kvcache(
                 "before them, an int or an int32 tensor (batch,)"
             )
         _check_place("cache_seqlens", cache_seqlens, (q.shape[0],), q.device)
+        if rotary is not None and k.dtype is FP8:
+            raise TypeError(
+                f"k is {k.dtype} and rotary_cos is given: pass k in {q.dtype}, to be rotated "
+                "before it is rounded"
+            )
         q = _turned_and_appended(
             *(q, k, v, rotary, cache_seqlens, rotary_seqlens, block_table, cache_batch_idx),
             *(rotary_interleaved, causal or tuple(window_size) != _ALL_KEYS, k_cache, v_cache),
+            *(k_descale, v_descale),
         )
         lengths = cache_seqlens + k.shape[1]
     return decode(
@@ -93,6 +105,8 @@ def with_kvcache(
         causal=causal,
         window_size=window_size,
         pieces=pieces,
+        k_scale=None if k_descale is None else k_descale.contiguous(),
+        v_scale=None if v_descale is None else v_descale.contiguous(),
         **options,
     )
 
@@ -155,6 +169,50 @@ def _rotary(
 # -- append ----------------------------------------------------------------------------------------
 
 
+def _check_scale(
+    name: str, scale: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """Refuse a scale before the cache is written, as `decode` would."""
+    if scale is None:
+        return
+    check_types({name: scale})
+    if cache.dtype is not FP8:
+        raise ValueError(
+            f"{name} is given and the cache is {cache.dtype}: pass a cache in {FP8}, or leave "
+            f"{name} out"
+        )
+    wanted = (q.shape[0], cache.shape[-2]) if cache.ndim == _AXES else ()
+    if scale.dtype is not torch.float32:
+        raise TypeError(f"{name} is {scale.dtype}: convert it with .float()")
+    if tuple(scale.shape) != wanted:
+        raise ValueError(
+            f"{name} has shape {tuple(scale.shape)}: pass (batch, kv_heads), {wanted}, by "
+            ".expand() if it is one number"
+        )
+    if scale.device != q.device:
+        raise ValueError(
+            f"{name} is on {scale.device} and q on {q.device}: move them to one device"
+        )
+
+
+def _rounded(
+    name: str, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Return new keys or values, (batch, seq, kv_heads, d_head), as a cache in fp8 has them:
+    divided by the scale, and cut to the range of fp8. Those that are in fp8 are returned."""
+    if x.dtype is FP8:
+        return x
+    if x.dtype != q.dtype:
+        raise TypeError(
+            f"{name} is {x.dtype}, q {q.dtype} and the cache {FP8}: pass {name} in one of both"
+        )
+    most = torch.finfo(FP8).max
+    x = x.float()
+    if scale is not None and x.ndim == _AXES and x.shape[2] == scale.shape[1]:
+        x = x / scale[:, None, :, None]  # other shapes are refused below
+    return x.clamp(-most, most).to(FP8)
+
+
 def _append_rows(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -165,6 +223,8 @@ def _append_rows(
     v_cache: torch.Tensor,
 ) -> None:
     _check_append(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
+    if k_cache.dtype is FP8:  # PyTorch moves few tensors of fp8
+        k, v, k_cache, v_cache = (x.view(torch.uint8) for x in (k, v, k_cache, v_cache))
     append_rows(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
 
 
@@ -261,19 +321,24 @@ def _turned_and_appended(
     in_order: bool,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Append k and v, and return q; k and q are turned, where there is a rotary embedding. It is
-    one launch where the registry has a kernel for that."""
+    one launch where the registry has a kernel for that, which is for caches in 16 bits."""
     places = cache_seqlens, rotary_seqlens, block_table, cache_batch_idx
     given = k, v, q if rotary else None, *(rotary or (None, None)), *places
     options = kernels.options_of(given[3], interleaved, in_order)
     tensors = dict(zip(kernels.INPUTS, given, strict=True))
-    if kernels.is_taken({**tensors, "k_cache": k_cache}, options):
+    is_fp8 = k_cache.dtype is FP8
+    if not is_fp8 and kernels.is_taken({**tensors, "k_cache": k_cache}, options):
         found = torch.empty_like(q, memory_format=torch.contiguous_format) if rotary else None
         _append_rotated(*given, interleaved, in_order, k_cache, v_cache, found)
         return q if found is None else found
     if rotary:
         q, k = _turned(q, k, *rotary, cache_seqlens, rotary_seqlens, interleaved, in_order)
+    if is_fp8:
+        k, v = _rounded("k", k, q, k_descale), _rounded("v", v, q, v_descale)
     _append(k, v, cache_seqlens, block_table, cache_batch_idx, k_cache, v_cache)
     return q
 

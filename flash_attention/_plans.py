@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from flash_attention._forward import _check_flag, _options, _scale
+from flash_attention._decode import FP8
+from flash_attention._forward import _check_flag, _number, _options, _scale
 from flash_helpers.runtime.tensors import check_types
 
 Cache: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -23,6 +24,7 @@ _LAYOUTS = {
     "HND": "(pages, num_kv_heads, page_size, head_dim)",
 }
 _DTYPES = (torch.float16, torch.bfloat16)
+_NAMES_OF_FP8 = (FP8, "float8_e4m3fn", "fp8_e4m3", "fp8_e4m3fn")
 
 # The value of an argument with which nothing is asked for, and the way out of all others.
 _USUAL: Mapping[str, tuple[Any, str]] = {
@@ -40,8 +42,8 @@ _USUAL: Mapping[str, tuple[Any, str]] = {
     "packed_custom_mask": (None, "pass None, or call torch.nn.attention.flex_attention"),
     "use_fp16_qk_reduction": (False, "pass False: scores are summed in fp32"),
     "q_scale": (None, "pass None, and sm_scale times q_scale"),
-    "k_scale": (None, "pass None, and sm_scale times k_scale"),
-    "v_scale": (None, "pass None, and multiply the result"),
+    "k_scale": (None, "pass None, and sm_scale times k_scale, or a cache in fp8"),
+    "v_scale": (None, "pass None, and multiply the result, or pass a cache in fp8"),
 }
 
 
@@ -60,12 +62,14 @@ class Sizes:
     """Sizes and options of a plan; `run` takes no other sizes.
 
     q: shape. rows: shape of a page as the kernels read it, (page_size, num_kv_heads, head_dim).
-    options: of `decode`, and of attention over sequences.
+    dtype: of q and the output. kv_dtype: of the cache. options: of `decode`, and of attention over
+    sequences.
     """
 
     q: tuple[int, int, int]
     rows: tuple[int, int, int]
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     options: Mapping[str, Any]
 
 
@@ -86,8 +90,11 @@ def sizes_of(
     window_left: int,
     logits_soft_cap: float | None,
     sm_scale: float | None,
+    *,
+    takes_fp8: bool = False,
 ) -> Sizes:
-    """Return the sizes of a plan. Raises TypeError and ValueError for those that no call has."""
+    """Return the sizes of a plan. takes_fp8: whether the cache may be in fp8. Raises TypeError and
+    ValueError for those that no call has."""
     given = {
         "num_qo_heads": num_qo_heads,
         "num_kv_heads": num_kv_heads,
@@ -105,8 +112,9 @@ def sizes_of(
             f"a divisor of {num_qo_heads}"
         )
     dtype = _data_type("q_data_type", data_types["q_data_type"] or "float16")
+    kv_dtype = FP8 if takes_fp8 and data_types["kv_data_type"] in _NAMES_OF_FP8 else dtype
     for name in ("kv_data_type", "o_data_type"):
-        other = data_types[name]
+        other = None if name == "kv_data_type" and kv_dtype is FP8 else data_types[name]
         if other is not None and _data_type(name, other) is not dtype:
             raise ValueError(f"{name} {other} is not q_data_type {dtype}: pass None")
     softcap = 0.0 if logits_soft_cap is None else logits_soft_cap
@@ -116,12 +124,48 @@ def sizes_of(
         (q_rows, num_qo_heads, head_dim),
         (page_size, num_kv_heads, head_dim),
         dtype,
+        kv_dtype,
         {
             "window_size": window_size,
             "softcap": softcap,
             "softmax_scale": _scale(sm_scale),
         },
     )
+
+
+def scaled(
+    sizes: Sizes,
+    device: torch.device,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+) -> dict[str, Any]:
+    """Return the options of `decode` for the scales of a cache in fp8: a number of K is part of the
+    softmax scale, and all else a tensor (batch, num_kv_heads). Raises TypeError and ValueError for
+    what is no scale, and for scales of another cache."""
+    found: dict[str, Any] = {}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if sizes.kv_dtype is not FP8:
+            refuse_unusual(**{name: scale})
+        shape = (sizes.q[0], sizes.rows[1])
+        if isinstance(scale, torch.Tensor):
+            if scale.numel() != 1 and tuple(scale.shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(scale.shape)}: pass a number, a tensor of one, or "
+                    f"{shape}, the batch and num_kv_heads of plan()"
+                )
+            own = scale if tuple(scale.shape) == shape else scale.reshape(()).expand(shape)
+            found[name] = own.contiguous()
+            continue
+        number = _number(name, scale, "None for 1")
+        if name == "k_scale":
+            planned = sizes.options["softmax_scale"]
+            usual = 1 / math.sqrt(sizes.q[2]) if planned is None else planned
+            found["softmax_scale"] = usual * number
+        else:
+            found[name] = torch.full(shape, number, dtype=torch.float32, device=device)
+    return found
 
 
 def pieces_of(
@@ -287,10 +331,10 @@ class PagedWrapper:
                     f"of {page}: pass {_LAYOUTS[self._kv_layout]}, or call plan() for it"
                 )
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dtype != sizes.dtype:
+            planned = sizes.dtype if name == "q" else sizes.kv_dtype
+            if x.dtype != planned:
                 raise TypeError(
-                    f"{name} is {x.dtype} and plan() was for {sizes.dtype}: pass data_types to "
-                    "plan()"
+                    f"{name} is {x.dtype} and plan() was for {planned}: pass data_types to plan()"
                 )
             if x.device != self.device:
                 raise ValueError(

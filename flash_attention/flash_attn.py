@@ -266,6 +266,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache: (batch, room, kv_heads, d_head), or as many rows as cache_batch_idx, (batch,),
         chooses from; with block_table, (batch, blocks), (pages, page_size, kv_heads, d_head), of
         any page_size.
+        They may be in torch.float8_e4m3fn; `flash_attn_3` has scales for these.
     k, v: (batch, len_new, kv_heads, d_head). They are written in place behind the keys that each
         sequence has, and attended to. Keys behind the room, and those whose row or page does not
         exist, are not written.

@@ -6,9 +6,12 @@ with return_attn_probs, and have neither dropout_p nor alibi_slopes.
     pack_gqa: changes nothing: it chooses among FlashAttention's kernels, whose results are equal.
     num_splits: 1, or 0, with which FlashAttention chooses. flash_attn_with_kvcache takes any number
         from 0 on.
-    qv, q_descale, k_descale, v_descale, seqused_q, seqused_k, attention_chunk, sm_margin: refused,
-        unless they are None or 0; and so are cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
-        max_seqlen_q and scheduler_metadata of flash_attn_with_kvcache.
+    k_descale, v_descale: taken by flash_attn_with_kvcache alone, for a cache in
+        torch.float8_e4m3fn: (batch, kv_heads), fp32. q stays in fp16 or bf16 beside it, where
+        FlashAttention has q in fp8.
+    qv, q_descale, seqused_q, seqused_k, attention_chunk, sm_margin: refused, unless they are None
+        or 0; and so are cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q and
+        scheduler_metadata of flash_attn_with_kvcache.
 """
 
 from __future__ import annotations
@@ -188,7 +191,10 @@ def flash_attn_with_kvcache(
 
     page_table: its block_table, and named so in messages. rotary_seqlens: (batch,), int32: the
     position of each sequence's first new token, instead of cache_seqlens. Positions that rotary_cos
-    lacks are the nearest that it has.
+    lacks are the nearest that it has. k_descale, v_descale: k_scale and v_scale of
+    `flash_attention.decode`, with any strides; others than contiguous ones are copied in each call.
+    With a cache in fp8, k and v are in its dtype, or in that of q: then they are divided by the
+    scales, cut to the range of fp8 and rounded.
     """
     refuse_unbuilt_on_cache(
         qv=qv,
@@ -197,8 +203,6 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,
         q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         attention_chunk=attention_chunk,
         scheduler_metadata=scheduler_metadata,
         sm_margin=sm_margin,
@@ -221,6 +225,8 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         return_lse=return_softmax_lse,
         num_splits=num_splits,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
 
 

@@ -16,12 +16,15 @@ the arguments are FlashInfer's:
         them.
     sm_scale: 1/sqrt(head_dim) by default.
     q_data_type: fp16 or bf16, as a dtype or its name; kv_data_type and o_data_type are the same.
+        For decode kv_data_type may be float8_e4m3fn; for prefill it may not.
+    k_scale, v_scale: for decode on such a cache: numbers, tensors of one, or (batch, num_kv_heads)
+        in fp32. A number of K becomes a part of sm_scale. Refused for other caches.
     use_tensor_cores, non_blocking, enable_pdl, rope_scale, rope_theta: change nothing.
     disable_split_kv: a thread block computes all keys of a sequence. `plan` for prefill takes it,
         and it changes nothing there.
     backend, jit_args, pos_encoding_mode, block_tables, seq_lens, custom_mask, packed_custom_mask,
-        use_fp16_qk_reduction, q_scale, k_scale, v_scale, and fixed_split_size of prefill: refused,
-        unless they have FlashInfer's defaults.
+        use_fp16_qk_reduction, q_scale, and k_scale, v_scale and fixed_split_size of prefill:
+        refused, unless they have FlashInfer's defaults.
 
 All LSEs here are FlashInfer's: logarithms in base 2, with heads last. Those of
 `flash_attention.decode` and `flash_attn_combine` are natural ones: divide them by ln 2.
@@ -52,6 +55,7 @@ from flash_attention._plans import (
     pieces_of,
     refuse_unusual,
     result,
+    scaled,
     sizes_of,
     table_on_device,
 )
@@ -241,6 +245,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             window_left,
             logits_soft_cap,
             sm_scale,
+            takes_fp8=True,
         )
         pieces = pieces_of(fixed_split_size, disable_split_kv, page_size)
         names = "indptr", "indices", "last_page_len"
@@ -285,8 +290,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_cache: Cache,
         *,
         q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -303,7 +308,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sinks: (num_qo_heads,), as for `flash_attention.attention`, in the dtype of q.
         """
         sizes = self._planned()
-        refuse_unusual(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        refuse_unusual(q_scale=q_scale)
         _check_flag("return_lse", return_lse)
         k, v = self._checked(sizes, q, paged_kv_cache, window_left)
         check_outputs(sizes, out, lse)
@@ -314,7 +319,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sinks=sinks,
             return_lse=return_lse,
             o=None if out is None else out[:, None],
-            **{**sizes.options, **self._pieces},
+            **{**sizes.options, **self._pieces, **scaled(sizes, self.device, k_scale, v_scale)},
         )
         o, natural = found if isinstance(found, tuple) else (found, None)
         # a given out was written through a view

@@ -20,6 +20,8 @@
 // Expected: 16 x 8192 keys on an H200 in 0.65 of c4's time with Q in fp16, and 0.75 with bf16; on
 // an A100 in 0.8.
 //
+// benchmark:begin
+// benchmark:end
 // Verdict: not measured yet. Calls take it where the cache is in fp8, and only there.
 //
 // Phases: as c4.

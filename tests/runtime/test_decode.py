@@ -329,9 +329,9 @@ class TestTracing:
 
     @pytest.mark.slow
     def test_the_operators_are_what_torch_expects_of_them(self, zeros):
-        options = True, 3, None, 0.0, None, 0, 64
+        options = True, 3, None, 0.0, None, 0, 64, False
         q, k = cache(2, 1, 4, 64), cache()
-        given = q, k, k, None, LENGTHS, None, None
+        given = q, k, k, None, LENGTHS, None, None, None, None
         operators = torch.ops.flash_attention
         torch.library.opcheck(operators.decode.default, (*given, *options))
         torch.library.opcheck(operators.decode_lse.default, (*given, *options))
@@ -339,21 +339,33 @@ class TestTracing:
             out = (*given, torch.empty_like(q), *options, lse)
             torch.library.opcheck(operators.decode_out.default, out)
 
+    def test_the_operator_is_what_torch_expects_of_it_on_a_cache_in_fp8(self, zeros):
+        options = True, 3, None, 0.0, None, 0, 0, True
+        k = cache().to(torch.float8_e4m3fn)
+        scale = torch.ones(2, k.shape[2])
+        given = cache(2, 1, 4, 64), k, k, None, LENGTHS, None, None, scale, scale
+        # the other tests of torch compute with the tensors, which it does not do with fp8
+        utils = ("test_faketensor",)
+        torch.library.opcheck(
+            torch.ops.flash_attention.decode.default, (*given, *options), test_utils=utils
+        )
+
 
 @pytest.mark.slow
 def test_the_examples_of_the_page_run():
     section = DOCS.read_text().partition("## Decode\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {"torch": torch, "flash_attention": flash_attention, "device": "cpu"}
     outputs = []
     for block in blocks:
         exec(block, names)
         outputs.append(names["o"])
-    of_page, appended, by_wrapper, in_pieces, of_levels = outputs
+    of_page, appended, by_wrapper, in_fp8, in_pieces, of_levels = outputs
     assert of_page.shape == appended.shape == (2, 1, 8, 128)
     assert torch.equal(names["places"]["cache_seqlens"], torch.tensor([41, 18]).int())
     assert torch.equal(by_wrapper, appended[:, 0])
+    torch.testing.assert_close(in_fp8, appended, atol=0.1, rtol=0.1)
     torch.testing.assert_close(in_pieces, appended)
     q, k, v = (names[name] for name in ("q", "k_pages", "v_pages"))
     lengths, table = (torch.tensor(x).int() for x in ([41, 34], [[3, 0, 5], [3, 0, 1]]))

@@ -387,7 +387,7 @@ class TestRefusal:
     [
         (FUNCTIONS[0], "alibi_slopes", torch.ones(4)),
         *((FUNCTIONS[1], name, lengths()) for name in ("cu_seqlens_q", "cu_seqlens_k_new", "qv")),
-        *((FUNCTIONS[1], f"{x}_descale", torch.ones(3, 2)) for x in "qkv"),
+        (FUNCTIONS[1], "q_descale", torch.ones(3, 2)),
         (FUNCTIONS[1], "scheduler_metadata", lengths()),
         (FUNCTIONS[1], "max_seqlen_q", 3),
         (FUNCTIONS[1], "attention_chunk", 8),
