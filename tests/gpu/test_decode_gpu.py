@@ -25,6 +25,8 @@ from random_caches import (
 )
 from tiers import committed, matrix_mark
 
+import flash_attention
+from flash_attention.flash_attn_3 import flash_attn_with_kvcache
 from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.operations.decode import OPERATION
 from flash_helpers.operations.decode.inputs import draw
@@ -187,3 +189,67 @@ def test_calls_that_follow_one_another_do_not_disturb_one_another(
     torch.cuda.synchronize()
     for cache, given, own in zip(caches, inputs, places, strict=True):
         assert wrong(cache, given, own) == [], str(cache)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_fp8_is_computed_exactly(dtype, cuda_device) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=cuda_device).view(2, 1, 1, 128)
+    q = torch.zeros(2, 1, 1, 128, dtype=dtype, device=cuda_device)
+    k = torch.zeros(2, 3, 1, 128, dtype=torch.uint8, device=cuda_device).view(FP8)
+    v = codes.expand(2, 3, 1, 128).contiguous().view(FP8)
+    found = flash_attention.decode(q, k, v).float().cpu()
+    right = codes.cpu().view(FP8).float()
+    torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_keys_are_appended_to_a_cache_in_fp8(page_size, cuda_device) -> None:
+    batch, room, heads, kv_heads, d_head = 3, 512, 8, 2, 128
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, 1, heads, d_head, generator=generator).bfloat16()
+    caches = [
+        (30 * torch.randn(batch, room, kv_heads, d_head, generator=generator)).to(FP8)
+        for _ in range(2)
+    ]
+    new = [torch.randn(batch, 1, kv_heads, d_head, generator=generator).bfloat16() for _ in "kv"]
+    scales = [(1 + torch.arange(6.0)).view(batch, kv_heads) / own for own in (120, 90)]
+    lengths = torch.tensor([511, 300, 0], dtype=torch.int32)
+    right = torch.empty(q.shape, dtype=torch.float64)
+    for n, length in enumerate(lengths.tolist()):
+        for cache, x, scale in zip(caches, new, scales, strict=True):
+            own = x[n, 0].float() / scale[n, :, None]
+            cache.view(torch.uint8)[n, length] = own.clamp(-448, 448).to(FP8).view(torch.uint8)
+        keys, values = (
+            (cache[n, : length + 1].double() * scale[n, :, None]).repeat_interleave(4, 1)
+            for cache, scale in zip(caches, scales, strict=True)
+        )
+        logits = torch.einsum("hd,khd->hk", q[n, 0].double(), keys) / d_head**0.5
+        right[n, 0] = torch.einsum("hk,khd->hd", logits.softmax(-1), values)
+    wanted = [cache.clone() for cache in caches]
+    for n, length in enumerate(lengths.tolist()):
+        for cache in caches:
+            cache.view(torch.uint8)[n, length:] = 0x7F  # NaN, until the call writes the first
+    table = None
+    if page_size:
+        blocks = room // page_size
+        table = torch.arange(batch * blocks, dtype=torch.int32, device=cuda_device)
+        table = table.view(batch, blocks)
+        caches = [x.view(batch * blocks, page_size, kv_heads, d_head) for x in caches]
+    on_gpu = [x.to(cuda_device) for x in caches]
+    found = flash_attn_with_kvcache(
+        q.to(cuda_device),
+        *on_gpu,
+        *(x.to(cuda_device) for x in new),
+        cache_seqlens=lengths.to(cuda_device),
+        page_table=table,
+        k_descale=scales[0].to(cuda_device),
+        v_descale=scales[1].to(cuda_device),
+    )
+    torch.testing.assert_close(found.double().cpu(), right, rtol=2e-2, atol=5e-3)
+    for own, cache in zip(on_gpu, wanted, strict=True):
+        rows = own.view(torch.uint8).cpu().view(batch, room, kv_heads, d_head)
+        for n, length in enumerate(lengths.tolist()):
+            assert torch.equal(rows[n, : length + 1], cache.view(torch.uint8)[n, : length + 1])
