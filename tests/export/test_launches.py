@@ -158,6 +158,15 @@ def by_json(kernel: dict[str, Any], values: Values) -> Planned | None:
     )
 
 
+@pytest.mark.parametrize(("name", "bytes_apart"), [("context_o", 4), ("context_q", 16)])
+def test_an_optional_tensor_is_aligned_as_one_that_is_given(name: str, bytes_apart: int) -> None:
+    """Outputs of joint attention are stored in pairs, inputs are loaded in chunks."""
+    launch = launch_of(("joint", "attention_kernel"))
+    reasons = [x["reason"] for x in description(launch, {})["refused"]]
+    (reason,) = (text for text in reasons if text.startswith(f"{name} starts at"))
+    assert reason.endswith(f"not a multiple of {bytes_apart} bytes")
+
+
 # A launch as numbers for Python, in the order of `Planned`.
 _SHIM = """
 int shim{number}(const void *call, unsigned char *arguments, uint64_t *numbers, char *reason) {{

@@ -27,7 +27,7 @@ from flash_helpers.export.formulas import (
 from flash_helpers.gpu import Device, capability_of
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.call import Buffer, Call, Launch, Member, StructLayout, TensorMap
-from flash_helpers.registry.problem import Problem, Tensor
+from flash_helpers.registry.problem import Problem, Role, Tensor
 
 SMS = "sms"
 _MOST_SIZE = 2**31 - 1
@@ -207,9 +207,14 @@ class _Tracer:
         return self._input(name, "size", least, most, text)
 
     def _tensors(self) -> list[Tensor]:
-        """Return the problem's tensors, with shapes that hold on all paths."""
+        """Return the problem's tensors, with shapes that hold on all paths. An optional one has the
+        role of the paths on which it is given."""
         tree = explore(self.path, lambda: self.problem().tensors, self.known)
-        tensors = next(leaves(tree))
+        tensors, *others = leaves(tree)
+        tensors = [
+            next((x for x in on_paths if x.role is not Role.OPTIONAL), on_paths[0])
+            for on_paths in zip(tensors, *others, strict=True)
+        ]
 
         def size(number: int, axis: int) -> Any:
             return value_of(tree, self.path, lambda found: found[number].shape[axis])
