@@ -176,7 +176,7 @@ class LinearRowsumKernelConfig(Config):
             return (Buffer(PRODUCTS, size, zeroed=False),)
         padded = -(-problem.in_features // PADDING) * PADDING
         pieces = -(-problem.out_features // self.piece(problem, device))
-        buffers = (
+        buffers: tuple[Buffer, ...] = (
             Buffer(PARTIAL, pieces * padded * FLOAT.size, zeroed=False),
             Buffer(SUMS, (padded + 1) * FLOAT.size, zeroed=False),
         )
