@@ -56,12 +56,12 @@ __device__ __forceinline__ void load_chunk(float (&x_rmem)[kChunk], const Elemen
     unpack_chunk<kDType>(x_rmem, __ldg(reinterpret_cast<const uint4 *>(row_gmem) + chunk));
 }
 
-// 1 / sqrt(mean of x² + eps) of a row, by a warp whose lanes have every 32nd chunk.
-template <DType kDType>
+// 1 / sqrt(mean of x² + eps) of a row, by kLanes lanes of a warp that have every kLanes-th chunk.
+template <DType kDType, int kLanes = 32>
 __device__ __forceinline__ float row_rstd(const Element *row_gmem, int n_chunks, float eps) {
     float squares = 0;
-#pragma unroll 1 // up to a width of 256 there is one turn
-    for (int chunk = threadIdx.x % 32; chunk < n_chunks; chunk += 32) {
+#pragma unroll 1 // up to a width of 8 · kLanes there is one turn
+    for (int chunk = threadIdx.x % kLanes; chunk < n_chunks; chunk += kLanes) {
         float x_rmem[kChunk];
         load_chunk<kDType>(x_rmem, row_gmem, chunk);
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ float row_rstd(const Element *row_gmem, int n_chunks,
         }
     }
 #pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
         squares += __shfl_xor_sync(0xffffffff, squares, lanes);
     }
     return rsqrtf(squares / (n_chunks * kChunk) + eps);

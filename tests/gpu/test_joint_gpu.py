@@ -27,7 +27,7 @@ HEADS = 8
 TILES = [
     JOINT.fixed_config(JOINT.steps[step], Element.BF16).replace(**fields)
     for step, fields in competing(measured(186))
-    if step == "jo4"
+    if step in ("jo4", "jo5")
 ]
 
 each_config = each(CONFIGS)
@@ -98,7 +98,7 @@ def test_other_head_sizes_without_rotary_embedding_are_right(
 
 @pytest.mark.parametrize("context", [0, 64])
 @pytest.mark.parametrize("config", TILES, ids=lambda config: config.short_form())
-def test_the_tiles_of_jo4_that_compete_are_right(
+def test_the_tiles_with_several_heads_that_compete_are_right(
     config: JointKernelConfig, context: int, cuda_device: torch.device
 ) -> None:
     for heads in (HEADS, 3):

@@ -328,6 +328,12 @@ JOINT = Family(
             opens={"B_r": (16, 32, 64, 128), "columns": (64, 128)},
             traits=frozenset({ALL_HEADS, HELD_BACK}),
         ),
+        StepEntry(
+            "rows_per_warp",
+            "a warp norms as many rows at once as it has lanes for",
+            _file(5),
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType(dict.fromkeys((NORM, ROTARY, ATTENTION), ARGUMENTS)),

@@ -212,8 +212,11 @@ def test_any_number_of_warps_shares_a_block_of_keys(step: str) -> None:
         ("Bc64_w16_Br32_col256", 32),  # a chunk for each lane
     ],
 )
-def test_thread_blocks_of_other_queries_and_heads_are_right(tile: str, d_head: int) -> None:
-    config = JointKernelConfig.from_short_form(f"jo4_bf16_d{d_head}_{tile}")
+@pytest.mark.parametrize("step", ["jo4", "jo5"])
+def test_thread_blocks_of_other_queries_and_heads_are_right(
+    step: str, tile: str, d_head: int
+) -> None:
+    config = JointKernelConfig.from_short_form(f"{step}_bf16_d{d_head}_{tile}")
     problem = JointAttention(1, 5, 34, d_head, context=1, rotary=True)
     check(config, problem, drawn(problem))
 
@@ -238,7 +241,9 @@ def test_a_token_of_the_context_is_one_of_the_sequence_that_is_not_turned(
 # -- launches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("step", "launches"), [("jo1", 3), ("jo2", 2), ("jo3", 1), ("jo4", 1)])
+@pytest.mark.parametrize(
+    ("step", "launches"), [("jo1", 3), ("jo2", 2), *((f"jo{number}", 1) for number in (3, 4, 5))]
+)
 def test_launches_and_buffers_go_from_step_to_step(step: str, launches: int) -> None:
     config = JOINT.fixed_config(JOINT.steps[step], Element.BF16)
     problem = OPERATION.measured(186)

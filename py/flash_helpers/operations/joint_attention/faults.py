@@ -33,6 +33,10 @@ FAULTS = {
     "jo4: warps find their head without the unused rows before it": Fault(
         "jo4", BF16, PROLOGUE, r"mul\.lo\.s32.*, 6176", swap("6176", "6144"), quantity="o",
     ),
+    "jo5: the sum over the lanes of a row reaches into the next row": Fault(
+        "jo5", BF16, MAIN_LOOP, r"shfl\.sync\.bfly", swap(r", %r\d+(, %r\d+, %r\d+;)", r", 16\1"),
+        nth(3), quantity="o",
+    ),
 }  # fmt: skip
 
 

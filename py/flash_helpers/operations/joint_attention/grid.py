@@ -12,7 +12,7 @@ from flash_helpers.operations.joint_attention.problems import MEASURED_HEADS
 _BATCHES = (1, 8, 64, 1024)
 _SIZES = ((64, 0), (186, 0), (186, 64), (186, 256), (512, 64))  # sequence and context
 _BLOCKS, _WARPS = (32, 64), (4, 8, 16)
-# Of jo4: keys of a block, warps, queries of a thread block, columns of its heads.
+# From jo4 on: keys of a block, warps, queries of a thread block, columns of its heads.
 _TILES = (
     (32, 16, 128, 128),
     (32, 16, 128, 64),
@@ -42,7 +42,8 @@ def competing(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
     ]
     names = ("B_c", "n_warps", "B_r", "columns")
     all_heads: list[tuple[str, dict[str, Any]]] = [
-        ("jo4", {"d_head": problem.d_head, **dict(zip(names, tile, strict=True))})
+        (step, {"d_head": problem.d_head, **dict(zip(names, tile, strict=True))})
+        for step in ("jo4", "jo5")
         for tile in _TILES
     ]
     return one_head + all_heads
