@@ -382,6 +382,6 @@ DECODE_SYNC = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=11_500_000,
-    matrix_budget=45_000_000,
+    matrix_budget=34_000_000,
     also_listed=listed_variants,
 )
