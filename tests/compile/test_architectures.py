@@ -20,8 +20,8 @@ ARCHITECTURES = (80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 
 def cases() -> Iterator[Any]:
     """Each step's config, and each listed one of the last step, on each of its architectures; the
-    first tier has the last architecture for the last step of each family that is compiled at first
-    use, since the simulator compiles for the first."""
+    first tier has the first and the last architecture for the last step of each family that is
+    compiled at first use."""
     for config in get_listed_configs():
         family = config.family
         is_last = config.step is [*family.steps.values()][-1]
@@ -30,7 +30,7 @@ def cases() -> Iterator[Any]:
         is_last &= family not in families_in_library()
         own = [number for number in ARCHITECTURES if family.targets_for([number])]
         for architecture in own:
-            is_first_tier = is_last and architecture == own[-1]
+            is_first_tier = is_last and architecture in (own[0], own[-1])
             marks = () if is_first_tier else (pytest.mark.matrix(family.name),)
             name = f"{config.step.id}-{architecture}"
             yield pytest.param(config, architecture, marks=marks, id=name)
