@@ -341,5 +341,5 @@ JOINT = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=9_000_000,
-    matrix_budget=3_100_000,
+    matrix_budget=4_200_000,
 )
