@@ -62,8 +62,36 @@ class Supports(Protocol):
         """Yield small problems at the edges of the declaration."""
 
 
+class WithoutOptions:
+    """Problems of kernels that take any size and every option as it is: a base of the classes of
+    such operations."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """No options."""
+        return MappingProxyType({})
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """No sizes."""
+        return MappingProxyType({})
+
+    @property
+    def smallest(self) -> int:
+        """The least size."""
+        return 1
+
+    def lacking(self, problem: Any) -> dict[str, tuple[str, str]]:
+        """Return nothing: no kernel lacks an option."""
+        return {}
+
+    def adapted(self, problem: Any) -> Any:
+        """Return the problem: no option is compiled in."""
+        return problem
+
+
 @dataclass(frozen=True)
-class MatrixSupports:
+class MatrixSupports(WithoutOptions):
     """Problems of kernels on rows of matrices, which may begin at any element, without options: a
     base of the classes of such operations.
 
@@ -83,29 +111,6 @@ class MatrixSupports:
     def alignment_of(self, tensor: Tensor) -> int:
         """Return the bytes of an element: a tensor may begin at any."""
         return tensor.element.bytes
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """No options."""
-        return MappingProxyType({})
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """No sizes."""
-        return MappingProxyType({})
-
-    @property
-    def smallest(self) -> int:
-        """The least length of a row."""
-        return 1
-
-    def lacking(self, problem: Any) -> dict[str, tuple[str, str]]:
-        """Return nothing: no kernel lacks an option."""
-        return {}
-
-    def adapted(self, problem: Any) -> Any:
-        """Return the problem: no option is compiled in."""
-        return problem
 
     def refusal(self, problem: Any, kernel: str) -> str:
         """Return the reason why the kernel does not take the problem's dtype; "" if it does."""

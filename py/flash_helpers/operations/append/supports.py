@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from flash_helpers import gpu
 from flash_helpers.operations.append.problem import Append
 from flash_helpers.registry.problem import Element, Tensor
+from flash_helpers.registry.supports import WithoutOptions
 
 _MOST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class AppendSupports:
+class AppendSupports(WithoutOptions):
     """Problems of append.
 
     `alignment`: bytes that a thread loads at once; heads begin at multiples of it. `n_threads`:
@@ -34,29 +34,6 @@ class AppendSupports:
     def alignment_of(self, tensor: Tensor) -> int:
         """Return the alignment of a tensor's address in bytes: integers are read one by one."""
         return tensor.element.bytes if tensor.element is Element.INT32 else self.alignment
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """No options."""
-        return MappingProxyType({})
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """No sizes."""
-        return MappingProxyType({})
-
-    @property
-    def smallest(self) -> int:
-        """The least batch."""
-        return 1
-
-    def lacking(self, problem: Append) -> dict[str, tuple[str, str]]:
-        """Return nothing: no kernel lacks an option."""
-        return {}
-
-    def adapted(self, problem: Any) -> Any:
-        """Return the problem: no option is compiled in."""
-        return problem
 
     def blocks(self, problem: Append) -> tuple[int, int]:
         """Return the thread blocks of all tokens, and those of a token."""
