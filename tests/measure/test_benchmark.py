@@ -44,6 +44,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure import benchmark, code, rates, timing
 from flash_helpers.measure.benchmark import (
+    MOST_SETS,
     BenchmarkRun,
     Contender,
     InputSet,
@@ -336,7 +337,7 @@ def test_a_spent_time_budget_leaves_the_minimum_of_rounds() -> None:
 @pytest.mark.parametrize(
     ("shape", "cache_bytes"),
     [
-        (AttentionForward(1, 1, 64), 50_000_000),
+        (AttentionForward(1, 16, 256), 50_000_000),
         (AttentionForward(16, 16, 512), 50_000_000),
         (AttentionForward(8, 32, 512, kv_heads=8), 50_000_000),
     ],
@@ -348,6 +349,10 @@ def test_between_two_uses_of_a_set_of_inputs_twice_the_cache_is_touched(
     set_bytes = 2 * 2 * (math.prod(shape.shape) + math.prod(shape.kv_shape))
     assert (n_sets - 1) * set_bytes >= 2 * cache_bytes
     assert (n_sets - 2) * set_bytes < 2 * cache_bytes
+
+
+def test_tiny_problems_have_a_limited_number_of_sets_of_inputs() -> None:
+    assert n_input_sets(AttentionForward(1, 1, 16), 50_000_000) == MOST_SETS
 
 
 def test_a_sample_is_the_mean_of_enough_launches_over_every_set() -> None:
