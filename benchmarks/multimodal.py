@@ -36,11 +36,11 @@ DESCRIPTION = """\
 Time joint attention, a transformer block and a model of 12 layers of flash_attention.multimodal, at
 width 128 with 8 heads and feed-forward 512, in bf16: eager with PyTorch's attention, eager with a
 kernel where one takes the problem, eager with norms, rotary embedding, modulation and gates in
-Triton, where it is installed, and compiled by torch.compile with max-autotune. All are
-replayed from CUDA graphs, in turns under sustained load. Each output is first compared with
-float64. The floor is the time of the least bytes at the speed of a copy, or of the matrix products
-at the speed of a large one, both measured in the same process. The file is written after each
-problem.
+Triton, where it is installed, and compiled by torch.compile with max-autotune, with PyTorch's
+attention and with a kernel. All are replayed from CUDA graphs, in turns under sustained load. Each
+output is first compared with float64. The floor is the time of the least bytes at the speed of a
+copy, or of the matrix products at the speed of a large one, both measured in the same process. The
+file is written after each problem.
 """
 
 EXAMPLES = f"""\

@@ -27,7 +27,7 @@ HEADS = 8
 TILES = [
     JOINT.fixed_config(JOINT.steps[step], Element.BF16).replace(**fields)
     for step, fields in competing(measured(186))
-    if step in ("jo4", "jo5")
+    if "columns" in fields
 ]
 
 each_config = each(CONFIGS)

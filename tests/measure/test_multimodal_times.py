@@ -191,7 +191,7 @@ def test_the_table_has_the_floor_and_the_medians(tmp_path) -> None:
     floor = max(TOY.bytes / 2e3, TOY.operations / 4e6)
     assert TIMES.floor_us(TOY) == pytest.approx(floor)
     (row,) = TIMES.table().rows
-    assert row[3:] == [f"{floor:.1f}", "4.0", "20", *[DASH] * 6]
+    assert row[3:] == [f"{floor:.1f}", "4.0", "20", *[DASH] * 8]
     slow = replace(TIMES, matmul_tflops=1e-6)
     assert slow.floor_us(TOY) == pytest.approx(TOY.operations)
 
@@ -226,5 +226,5 @@ def test_counts_need_no_gpu(capsys) -> None:
 
 
 def test_rates_are_those_of_a_copy_and_a_product() -> None:
-    copied, products = measured.measure_rates(CPU, CpuTimer(), PROTOCOL, copied=2**16)
+    copied, products = measured.measure_rates(CPU, CpuTimer(), PROTOCOL, n_bytes=2**16)
     assert copied > 0 and products > 0

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 ATTENTION, BLOCK, MODEL = "attention", "block", "model"
 PARTS = (ATTENTION, BLOCK, MODEL)
 EAGER, KERNELS, TRITON, COMPILED = "eager", "kernels", "triton", "compiled"
+COMPILED_KERNELS = "compiled_kernels"
 NAMES = {
     EAGER: "eager, attention by PyTorch",
     KERNELS: "eager, attention by a kernel",
     TRITON: "eager, passes over tokens in Triton",
     COMPILED: "torch.compile, max-autotune",
+    COMPILED_KERNELS: "torch.compile, attention by a kernel",
 }
 ELEMENT_BYTES = 2  # bf16
 CHECKED = 2  # samples of a batch that are compared with float64
@@ -311,7 +313,8 @@ def left_out(name: str) -> str:
 def contenders(
     multimodal: Any, problem: BlockProblem, device: torch.device, names: Iterable[str]
 ) -> dict[str, Called]:
-    """Return the calls of the contenders; "kernels" may be refused when it is first called.
+    """Return the calls of the contenders; those with a kernel may be refused when they are first
+    called.
 
     Raises ImportError for "triton" where it is not installed.
     """
@@ -319,13 +322,13 @@ def contenders(
 
     found = {}
     for name in names:
-        backend = "kernels" if name == KERNELS else "torch"
+        backend = "kernels" if name in (KERNELS, COMPILED_KERNELS) else "torch"
         call = make_call(multimodal, problem, device, backend)
         if name == TRITON:
             from flash_helpers.measure.triton_joint import in_triton
 
             call = Called(in_triton(call.module), call.tensors, call.options)
-        if name == COMPILED:
+        if name in (COMPILED, COMPILED_KERNELS):
             # the timer records a graph of what it times
             compiled = torch.compile(call.module, mode="max-autotune-no-cudagraphs", dynamic=False)
             call = Called(compiled, call.tensors, call.options)
@@ -391,23 +394,23 @@ def measure_problem(
 
 
 def measure_rates(
-    device: torch.device, timer: CudaTimer, protocol: Protocol, copied: int = COPIED_BYTES
+    device: torch.device, timer: CudaTimer, protocol: Protocol, n_bytes: int = COPIED_BYTES
 ) -> tuple[float, float]:
     """Return the gigabytes per second of a copy, read and written, and the TFLOP/s of a product of
-    two large matrices in bf16. copied: bytes of the copy."""
+    two large matrices in bf16. n_bytes: of the copy."""
     import torch
 
     from flash_helpers.kernel_configs import Element
+    from flash_helpers.measure.libraries import copied
     from flash_helpers.measure.rates import MATMUL_SIZE, matmul_work
     from flash_helpers.measure.timing import record
 
-    source = torch.empty(copied, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    size = MATMUL_SIZE if copied == COPIED_BYTES else 64
+    source = torch.empty(n_bytes // 4, dtype=torch.float32, device=device)
+    size = MATMUL_SIZE if n_bytes == COPIED_BYTES else 64
     matmul = matmul_work(Element.BF16, device, size)
     found = []
     for work, units in (
-        (lambda: target.copy_(source), 2 * copied / 1e9),
+        (lambda: copied(source), 2 * n_bytes / 1e9),
         (matmul.launch, matmul.operations / 1e12),
     ):
         recording = record(work, 1, timer, protocol)
