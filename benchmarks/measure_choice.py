@@ -45,7 +45,7 @@ rotate through inputs that exceed the L2 cache. Outputs are compared with float6
 Calls that name no kernel, such as attention(), take theirs from the file.
 
 A run can be interrupted: problems that were finished are in the file, and stay there if a later run
-measures other groups with the same commit.
+measures others with the same commit; --resume leaves them out of it.
 """
 EXAMPLES = f"""\
 examples:
@@ -86,6 +86,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--group", nargs="+", metavar="GROUP", help="of the operation's grid (default: all groups)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out problems that the file has"
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="(default: 3)")
     parser.add_argument(
@@ -130,7 +133,13 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         (),
     )
     found = found.continued(arguments.json)
-    asked = [(group, problem) for group in arguments.group or groups for problem in groups[group]]
+    finished = {row.asked for row in found.problems} if arguments.resume else set()
+    asked = [
+        (group, problem)
+        for group in arguments.group or groups
+        for problem in groups[group]
+        if problem not in finished
+    ]
     kernels = {problem: competitors(problem) for _, problem in asked}
     prepare(*dict.fromkeys(config for own in kernels.values() for config in own))
     failed = False
