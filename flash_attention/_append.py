@@ -103,10 +103,18 @@ def _has_kernel(facts: tuple[Any, ...], options: Options) -> bool:
             len_q=len_q,
             **dict(options),
         )
-        choose_config(problem, device)
+        _choose(problem, device)
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def _choose(problem: Append, device: torch.device) -> Config:
+    """Return the config for a problem. Raises RuntimeError for the CPU, where PyTorch's operations
+    append the same bits without a simulator, and as `choose_config` does."""
+    if device.type == "cpu":
+        raise RuntimeError("PyTorch appends on the CPU: call flash_attention.run to simulate")
+    return choose_config(problem, device)
 
 
 def _chosen(tensors: Mapping[str, Laid], options: Options) -> tuple[Append, Config] | None:
@@ -114,7 +122,7 @@ def _chosen(tensors: Mapping[str, Laid], options: Options) -> tuple[Append, Conf
     try:
         element = element_of("k", tensors["k"], Append.elements)
         problem = posed_problem(Append, element, tensors, **dict(options))
-        return problem, choose_config(problem, tensors["k"].device)
+        return problem, _choose(problem, tensors["k"].device)
     except (RuntimeError, TypeError, ValueError):
         return None
 

@@ -4,16 +4,14 @@ caches in one tensor, in graphs, and by the function that takes the kernel."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from gpu_problems import each
 
 import flash_attention
-from flash_attention import _append
+from flash_attention import _append, _kvcache
 from flash_attention.flash_attn_3 import flash_attn_with_kvcache
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import Element, get_listed_configs
@@ -155,29 +153,11 @@ def test_libraries_leave_what_the_reference_has(cuda_device: torch.device) -> No
             assert measure_error(found[name], wanted.expected[name]).within(bound), library
 
 
-@pytest.fixture
-def forced(monkeypatch) -> Iterator[None]:
-    """Calls take the kernel although it is held back."""
-
-    def choose(problem: Append, _: torch.device) -> Any:
-        config = APPEND.fixed_config(APPEND.steps["ka1"], problem.dtype)
-        if reason := config.refusal(problem):
-            raise ValueError(reason)
-        return config
-
-    monkeypatch.setattr(_append, "choose_config", choose)
-    _append._has_kernel.cache_clear()
-    _append._config_of.cache_clear()
-    yield
-    _append._has_kernel.cache_clear()
-    _append._config_of.cache_clear()
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("in_one", [False, True])
 def test_the_function_gives_the_same_with_the_kernel(
-    interleaved: bool, causal: bool, in_one: bool, cuda_device: torch.device, request
+    interleaved: bool, causal: bool, in_one: bool, cuda_device: torch.device, monkeypatch
 ) -> None:
     problem = replace(measured(2, 16), interleaved=interleaved)
     tensors = filled(problem, cuda_device)
@@ -197,8 +177,10 @@ def test_the_function_gives_the_same_with_the_kernel(
         )
 
     copies = [tensors[name].clone() for name in CACHES]
-    expected = call(copies)
-    request.getfixturevalue("forced")
+    with monkeypatch.context() as patch:
+        patch.setattr(_append, "is_taken", lambda *_: False)
+        expected = call(copies)
+    monkeypatch.setattr(_kvcache, "_append", None)  # that of PyTorch
     caches = [tensors[name] for name in CACHES]
     assert torch.equal(call(caches), expected)
     for cache, copy in zip(caches, copies, strict=True):

@@ -12,7 +12,6 @@ import torch
 from flash_attention import _append, _kvcache, flash_attn, flash_attn_3
 from flash_helpers.operations.append.problem import Append
 from flash_helpers.registry.append import APPEND
-from flash_helpers.registry.family import HELD_BACK
 
 BATCH, ROOM, KV_HEADS, HEADS, D_HEAD = 3, 24, 2, 4, 32
 PAGES, PAGE_SIZE = 8, 8
@@ -32,7 +31,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def forced(monkeypatch) -> Iterator[list[tuple[str, ...]]]:
-    """Calls take the kernel although it is held back. Returns the names of the tensors of each."""
+    """Calls take the kernel, in the simulator. Returns the names of the tensors of each."""
     calls: list[tuple[str, ...]] = []
     compute = _append.compute
 
@@ -46,7 +45,7 @@ def forced(monkeypatch) -> Iterator[list[tuple[str, ...]]]:
             raise ValueError(reason)
         return config
 
-    monkeypatch.setattr(_append, "choose_config", choose)
+    monkeypatch.setattr(_append, "_choose", choose)
     monkeypatch.setattr(_append, "compute", counted)
     _forget()
     yield calls
@@ -92,8 +91,7 @@ def assert_equal(given: Tensors, **options: Any) -> None:
         assert torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
 
 
-def test_no_call_takes_a_kernel_that_is_held_back(monkeypatch, returned_q) -> None:
-    assert all(HELD_BACK in step.traits for step in APPEND.steps.values())
+def test_on_the_cpu_pytorch_appends(monkeypatch, returned_q) -> None:
     monkeypatch.setattr(_append, "compute", None)
     _forget()
     call(drawn(), **TABLES)

@@ -23,7 +23,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
+from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.problem import Element, Strides
 
 MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
@@ -123,7 +123,6 @@ APPEND = Family(
             "rotation of K and Q, and append to pages, in one launch",
             "kernels/append/ka1.cuh",
             opens={"n_warps": (1, 2, 4, 8)},
-            traits=frozenset({HELD_BACK}),
         ),
     ),
     targets=("80", "86", "89", "90"),

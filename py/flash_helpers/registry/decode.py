@@ -408,10 +408,10 @@ def _variants(own: DecodeKernelConfig) -> tuple[DecodeKernelConfig, ...]:
 
 
 def listed_variants() -> list[DecodeKernelConfig]:
-    """Return the configs of the other head sizes of d7 and d8, each in one dtype and with other
+    """Return the configs of the other head sizes of d7 and d13, each in one dtype and with other
     rows."""
     found = []
-    for step in ("d7", "d8"):
+    for step in ("d7", "d13"):
         own = DECODE_FAMILY.fixed_config(DECODE_FAMILY.steps[step], Element.BF16)
         sizes = [own.of_size(size) for size in HEAD_SIZES if size != own.d_head]
         found += [
@@ -488,7 +488,7 @@ DECODE_FAMILY = Family(
             _file(8),
             sets={"slots": 6},
             opens={"warpgroups": (1, 2)},
-            traits=frozenset({FIXED_SIZE, LAST_RESORT}),
+            traits=frozenset({FIXED_SIZE, HELD_BACK}),
             drops=frozenset({SHARES, PROGRAMMATIC}),
             parent="d5",
         ),
@@ -524,7 +524,7 @@ DECODE_FAMILY = Family(
             "shares_of_pieces",
             "thread blocks go from one piece of a fixed size to the next without a pause",
             _file(13),
-            traits=frozenset({FIXED_SIZE, HELD_BACK}),
+            traits=frozenset({FIXED_SIZE, LAST_RESORT}),
         ),
     ),
     targets=(TARGET,),

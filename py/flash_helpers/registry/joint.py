@@ -311,7 +311,7 @@ JOINT = Family(
             "norm_and_rotary",
             "norm and rotary embedding in one pass",
             _file(2),
-            traits=frozenset({ONE_PASS, HELD_BACK}),
+            traits=frozenset({ONE_PASS}),
         ),
         StepEntry(
             "norm_at_load",

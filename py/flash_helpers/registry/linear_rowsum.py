@@ -24,7 +24,7 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import CORE, HELD_BACK, Family, StepEntry
+from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.problem import Element, Strides
 
 TILE = 64  # rows of x and of W of a thread block that multiplies
@@ -271,7 +271,7 @@ LINEAR_ROWSUM = Family(
             "one_launch",
             "one kernel, whose thread blocks take pieces of W, then rows of x",
             _file(6),
-            traits=frozenset({ONE_LAUNCH, HELD_BACK}),
+            traits=frozenset({ONE_LAUNCH}),
         ),
     ),
     targets=("80", "86", "89", "90"),
