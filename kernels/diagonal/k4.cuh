@@ -18,6 +18,9 @@
 // Expected, as a share of a copy: 95% at every width from 64 on.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at width 4096, and share of a[:, None] *
+// B in the harmonic mean over widths. 8 warps: 4,086, 2.43. Cost: 56 registers per thread, 0 bytes
+// of shared memory per block, 4 blocks per SM.
 // benchmark:end
 // Verdict: on an H200 97% of a copy's speed at widths of 64 and 256, where k3 has 34% and 88%, and
 // a point more than k3 at 1024 and 65536.

@@ -20,8 +20,12 @@
 // features 12 µs instead of 19.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), GB/s at features 4096, and share of
+// F.linear(x, W, b).sum(-1) in the harmonic mean over features. 8 warps: 2,623, 5.23. Cost: 64
+// registers per thread, 8 KiB of shared memory per block, 4 blocks per SM.
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: kept: on an H200 17.4 us at 1024 input features and 25.6 at 4096, where l5 takes 19.3
+// and 26.4.
 //
 // Phases: 1 sums of a piece of W, 2 ΣW and Σb, 3 y = x · ΣW + Σb.
 
