@@ -64,6 +64,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "compilers": "compilers_h100",
         "training": "training_h200",
         "autograd": "autograd_h200",
+        "multimodal": "multimodal_h200",
         "ring": "bytes",
         "rings": "long_sequences_h200",
         "best": "usual",

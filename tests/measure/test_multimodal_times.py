@@ -196,6 +196,14 @@ def test_the_table_has_the_floor_and_the_medians(tmp_path) -> None:
     assert slow.floor_us(TOY) == pytest.approx(TOY.operations)
 
 
+def test_the_speed_is_told_by_that_of_the_compiler() -> None:
+    compiled = BlockRecord(TOY, COMPILED, (9.0, 10.0, 11.0), launches=7, error=1e-3)
+    text = replace(TIMES, records=(*TIMES.records, compiled)).markdown()
+    assert f"| {TOY} | eager, attention by PyTorch | 4.0 | 20 | 2.50 |" in text
+    assert f"| {TOY} | eager, attention by a kernel | {DASH} | {DASH} | {DASH} |" in text
+    assert TIMES.provenance.gpu in text
+
+
 def test_the_tool_writes_each_problem(monkeypatch, tmp_path, capsys) -> None:
     tool = load_tool("benchmarks/multimodal.py")
     monkeypatch.setattr(tool, "find_backend", lambda kind: fake_backend())

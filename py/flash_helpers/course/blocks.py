@@ -26,9 +26,10 @@ from flash_helpers.course.clock_blocks import (
 from flash_helpers.course.counter_blocks import counters_block
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
-from flash_helpers.course.gradient_blocks import autograd_block, training_block
+from flash_helpers.course.gradient_blocks import training_block
 from flash_helpers.course.links import nav_block, next_block, path_block, picture_block
 from flash_helpers.course.number_blocks import SOURCES, numbers_block
+from flash_helpers.course.result_blocks import autograd_block, multimodal_block
 from flash_helpers.course.ring_blocks import TABLES, ring_block, rings_block
 from flash_helpers.course.sass_blocks import (
     bound_block,
@@ -147,6 +148,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "autograd": Kind(
         "NAME", "benchmarks/results/NAME.json, speed through autograd", autograd_block, 1, 1
+    ),
+    "multimodal": Kind(
+        "NAME", "benchmarks/results/NAME.json, times of multimodal parts", multimodal_block, 1, 1
     ),
     "ring": Kind("|".join(TABLES), "what a ring of GPUs costs, by arithmetic", ring_block, 1, 1),
     "rings": Kind(

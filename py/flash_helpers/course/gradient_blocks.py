@@ -1,4 +1,4 @@
-"""Blocks about gradients: the losses of trainings, and the speed through autograd."""
+"""Blocks about trainings: their losses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,3 @@ def training_block(evidence: Evidence, arguments: Arguments) -> str:
     lower = f"The lower plots have the distance over each {STRETCH} steps"
     lower += ": the median of the trainings and their range." if runs.times > 1 else "."
     return f"{image(picture_path(path.stem), alt, arguments.page)}\n\n{runs.markdown()} {lower}"
-
-
-def autograd_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The speed of a forward and a backward pass through autograd."""
-    from flash_helpers.measure.autograd import AutogradSpeeds  # imports torch
-
-    return AutogradSpeeds.load(result_path(evidence, arguments)).markdown()

@@ -233,6 +233,24 @@ class BlockTimes(RecordFile):
             header += [f"{text}, µs", "launches"]
         return Table(header, rows)
 
+    def markdown(self) -> str:
+        """Return a table with a row for each contender of each problem, and the machine and the
+        software of the measurement."""
+        compiled = {r.problem: r.us for r in self.records if r.name == COMPILED}
+        rows = []
+        for record in self.records:
+            beside = compiled.get(record.problem)
+            ratio = beside / record.us if beside and record.us else None
+            row = [str(record.problem), NAMES[record.name], number(record.us, 1)]
+            rows.append([*row, number(record.launches), number(ratio, 2)])
+        header = ["problem", "computed by", "µs", "launches", "speed by that of torch.compile"]
+        sentence = self.provenance.sentence(f"PyTorch {self.provenance.torch}")
+        return (
+            f"{Table(header, rows, align='llrrr').markdown()}\n\nMedians of "
+            f"{self.protocol.rounds} samples under sustained load, in turns, replayed from CUDA "
+            f"graphs. {sentence}"
+        )
+
 
 # -- measurement -----------------------------------------------------------------------------------
 
