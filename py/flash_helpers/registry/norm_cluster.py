@@ -102,6 +102,12 @@ NORM_CLUSTER = Family(
             opens={"n_warps": ONE_BLOCK_WARPS, "cluster_blocks": ONE_BLOCK_CLUSTERS},
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
+        StepEntry(
+            "sums_by_st_async",
+            "sums sent by st.async, for which no thread waits for its stores",
+            "kernels/norm/a3.cuh",
+            traits=frozenset({ONE_BLOCK, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"norm_kernel": ARGUMENTS}),

@@ -80,6 +80,12 @@ SOFTMAX_CLUSTER = Family(
             },
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
+        StepEntry(
+            "m_and_l_by_st_async",
+            "m and l sent by st.async, for which no thread waits for its stores",
+            "kernels/rows/x2.cuh",
+            traits=frozenset({ONE_BLOCK, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"softmax_kernel": ARGUMENTS}),

@@ -307,6 +307,11 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
         ("a2_bf16_w16_c4_k1", 9000),
         ("a2_fp16_w16_c2_k2_rms", 9000),  # with a bias
         ("a2_fp32_w16_c2_k4", 999),
+        ("a3_bf16_w16_c1_k2", 8192),
+        ("a3_bf16_w16_c2_k1", 5000),  # one block, and no sum is sent
+        ("a3_fp16_w16_c2_k2_rms", 9000),  # with a bias
+        ("a3_fp32_w16_c1_k4_rms", 2052),
+        ("a3_fp32_w16_c2_k8", 999),
     ],
 )
 def test_a_cluster_has_one_row_after_the_other(text: str, width: int, distribution: str) -> None:

@@ -255,6 +255,10 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
         ("x1_bf16_w16_c1_k2", 999),  # no whole chunks
         ("x1_fp32_w16_c1_k4", 20),  # fewer chunks than blocks have threads
         ("x1_fp32_w16_c1_k1", 2052),  # longer than the registers
+        ("x2_bf16_w16_c2_k1", 5000),  # one block, and nothing is sent
+        ("x2_bf16_w16_c1_k2", 8192),
+        ("x2_fp16_w16_c1_k2", 9000),
+        ("x2_fp32_w16_c1_k8", 999),
     ],
 )
 def test_a_block_or_a_cluster_has_one_row_after_the_other(

@@ -53,6 +53,10 @@ FAULTS = {
         "a2", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
         "x_smem[i]",
     ),
+    "a3: the sums of other blocks are read while they are on their way": Fault(
+        "a3", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
+        "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "value += sums_smem[block]",
+    ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",

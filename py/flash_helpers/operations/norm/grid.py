@@ -41,10 +41,8 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
         problem.width, problem.dtype, warps=ONE_BLOCK_WARPS, clusters=ONE_BLOCK_CLUSTERS
     )
     found = [
-        (step, {**shape, "rms": problem.rms})
-        for step in ("a1", "a2")
+        ("a3" if shape["cluster_blocks"] > 1 else "a2", {**shape, "rms": problem.rms})
         for shape in clusters
-        if step == "a2" or shape["cluster_blocks"] > 1
     ]
     narrow = list(narrow_in_flight(shapes))
     large = beside_narrow(shapes, narrow)

@@ -40,7 +40,7 @@ def competing(problem: Rows) -> list[tuple[str, Fields]]:
     return [
         *(("s4", shape) for shape in beside_narrow(shapes, narrow)),
         *(("s5", shape) for shape in narrow),
-        *(("x1", shape) for shape in wide),
+        *(("x2" if shape["cluster_blocks"] > 1 else "x1", shape) for shape in wide),
     ]
 
 
