@@ -103,7 +103,7 @@ NORM_CLUSTER = Family(
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
         StepEntry(
-            "sums_by_st_async",
+            "asynchronous_sums",
             "sums sent by st.async, for which no thread waits for its stores",
             "kernels/norm/a3.cuh",
             traits=frozenset({ONE_BLOCK, HELD_BACK}),

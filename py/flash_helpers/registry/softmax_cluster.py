@@ -81,9 +81,10 @@ SOFTMAX_CLUSTER = Family(
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
         StepEntry(
-            "m_and_l_by_st_async",
+            "asynchronous_m_and_l",
             "m and l sent by st.async, for which no thread waits for its stores",
             "kernels/rows/x2.cuh",
+            sets={"n_warps": 16, "cluster_blocks": 2},
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
     ),

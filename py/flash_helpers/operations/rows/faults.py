@@ -46,9 +46,9 @@ FAULTS = {
         "x1", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("0;", "1;"), None, PendingCopyError,
         "x_smem[k",
     ),
-    "x2: m and l of all blocks but the last are waited for": Fault(
-        "x2", BF16, MAIN_LOOP, r"mbarrier\.arrive\.expect_tx", swap(r"(\d+);", "8;"), nth(0),
-        PendingCopyError, "parts_smem[block]",
+    "x2: the bytes of one block are expected instead of two": Fault(
+        "x2", BF16, MAIN_LOOP, r"mbarrier\.arrive\.expect_tx", swap(r"%r\d+;", "8;"),
+        nth(0), PendingCopyError, "value = parts_smem[0]",
     ),
 }  # fmt: skip
 
