@@ -9,8 +9,8 @@
 // Why: in machine code an arrival with .release.cluster is a MEMBAR.ALL.GPU. The threads that send
 // wait there until their stores of y, of the row before, have reached L2, and the cluster waits for
 // them. A wait with .acquire.cluster ends with a CCTL.IVALL, which empties L1. a2 has both in each
-// of a row's two exchanges, a3 in none: in the code of a2 are 3 MEMBAR.ALL.GPU and 5 CCTL.IVALL,
-// and in that of a3 one of each, at the barrier before the first row.
+// of a row's two exchanges, a3 in none. The code of a2 has 3 MEMBAR.ALL.GPU and 5 CCTL.IVALL, that
+// of a3 one of each, at the barrier before the first row.
 //   The arrival says that the block has read older sums, so that their slot may be written again.
 // It has the scope of a block, and follows no stores to memory that others read.
 //   At a width of 65536 a cluster of 2 blocks has 4.2 us for the bytes of a row. If a wait for
