@@ -129,7 +129,7 @@ class TestSteps:
 
     def test_that_are_a_last_resort_stand_behind_the_others(self):
         decode = FAMILIES["decode"]
-        assert [step.id for step in decode.preferred] == ["d7", "d13", "d5"]
+        assert [step.id for step in decode.preferred] == ["d12", "d13", "d5"]
         portable = FAMILIES["decode_sync"]
         assert [step.id for step in portable.preferred] == ["c4", "c6", "c5"]
         first, *others, last = decode.entries

@@ -408,10 +408,10 @@ def _variants(own: DecodeKernelConfig) -> tuple[DecodeKernelConfig, ...]:
 
 
 def listed_variants() -> list[DecodeKernelConfig]:
-    """Return the configs of the other head sizes of d7 and d13, each in one dtype and with other
+    """Return the configs of the other head sizes of d12 and d13, each in one dtype and with other
     rows."""
     found = []
-    for step in ("d7", "d13"):
+    for step in ("d12", "d13"):
         own = DECODE_FAMILY.fixed_config(DECODE_FAMILY.steps[step], Element.BF16)
         sizes = [own.of_size(size) for size in HEAD_SIZES if size != own.d_head]
         found += [
@@ -518,12 +518,13 @@ DECODE_FAMILY = Family(
             "early_prefetch",
             "the first keys are on their way to L2 before the launch before has ended",
             _file(12),
-            traits=frozenset({HELD_BACK}),
+            sets={"slots": 6},
         ),
         StepEntry(
             "shares_of_pieces",
             "thread blocks go from one piece of a fixed size to the next without a pause",
             _file(13),
+            sets={"slots": 3},
             traits=frozenset({FIXED_SIZE, LAST_RESORT}),
         ),
     ),

@@ -137,7 +137,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(
         ("options", "on_cpu", "on_hopper"),
-        [({}, "c4", "d7"), ({"pieces": 2}, "c4", "d5"), ({"keys_per_piece": 64}, "c5", "d13")],
+        [({}, "c4", "d12"), ({"pieces": 2}, "c4", "d5"), ({"keys_per_piece": 64}, "c5", "d13")],
     )
     def test_of_a_call_that_asks_for_pieces_is_the_step_that_takes_them(
         self, options, on_cpu, on_hopper
