@@ -93,6 +93,6 @@ SOFTMAX_CLUSTER = Family(
     header=PurePosixPath("kernels/rows/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=7_000_000,
+    simulated_budget=11_500_000,
     matrix_budget=5_000_000,
 )
