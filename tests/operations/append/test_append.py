@@ -216,10 +216,11 @@ def test_strides_are_any_and_neighbours_are_not_touched(config: AppendKernelConf
     problem = Append(2, 3, 2, 8, 16, config.dtype, page_size=4, rotary_dim=16, heads=2, len_q=1)
     plain = filled(problem)
     pages, size, heads, d_head = problem.tensor("k_cache").shape
-    # heads before keys, and 8 columns between keys that belong to none
-    memory = torch.full((2, pages, heads, size, d_head + 8), math.nan, dtype=plain["k"].dtype)
+    # K and V of a page side by side, heads before keys, and 8 columns between keys that belong to
+    # none
+    memory = torch.full((pages, 2, heads, size, d_head + 8), math.nan, dtype=plain["k"].dtype)
     laid = dict(plain)
-    for name, own in zip(CACHES, memory, strict=True):
+    for name, own in zip(CACHES, memory.unbind(1), strict=True):
         laid[name] = own[..., :d_head].transpose(1, 2).copy_(plain[name])
     qkv = torch.cat([plain[n][:, :1] for n in "qkv"], 2)  # one projection, of which q is a part
     laid["q"] = qkv[:, :, :2]
