@@ -21,7 +21,8 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_LOCAL_BYTES = 512 * 1024  # of a thread
 MAX_CONSTANT_BYTES = 64 * 1024  # of a module
 MAX_PARAMETER_BYTES = 32764  # of a kernel
-MAX_CLUSTER = 16  # blocks; from compute capability 9.0 on
+FIRST_WITH_CLUSTERS = 9  # compute capability
+MAX_CLUSTER = 16  # blocks
 PORTABLE_CLUSTER = 8  # more need cudaFuncAttributeNonPortableClusterSizeAllowed
 
 # Of an SM, from 7.5 to 12.1.
@@ -84,14 +85,30 @@ MOST_SMS: Mapping[int, int] = MappingProxyType({75: 72, 80: 108, 86: 84, 87: 16,
 SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132})
 
 
+GPC_SMS = 16  # a GPC, whose SMs the blocks of a cluster run on, has as many or a few more
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU as launches see it. `name`: the driver's name of it. `capability`: such as (9, 0).
-    `sms`: its number of streaming multiprocessors."""
+    `sms`: its number of streaming multiprocessors. `counted`: what the driver says of clusters:
+    the blocks of a cluster, the blocks that an SM has room for, and the clusters that the GPU has
+    room for. Two GPUs of one name may differ, since their GPCs lack other SMs."""
 
     name: str
     capability: tuple[int, int]
     sms: int
+    counted: tuple[tuple[int, int, int], ...] = ()
+
+    def resident_clusters(self, blocks: int, per_sm: int) -> int:
+        """Return the clusters of so many blocks that run at the same time where an SM has room for
+        `per_sm` blocks; at least one. Without a driver's count each GPC has `GPC_SMS` SMs."""
+        if blocks == 1:
+            return self.sms * per_sm
+        for *shape, clusters in self.counted:
+            if shape == [blocks, per_sm]:
+                return clusters
+        return max(1, self.sms // GPC_SMS * (GPC_SMS * per_sm // blocks))
 
 
 def largest_device(capability: int) -> Device:

@@ -934,5 +934,6 @@ def test_the_winner_is_built_and_picked(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(tensors, "_counted_clusters", lambda index, capability: ())
     monkeypatch.setattr(tensors, "gpu_device", tensors.gpu_device.__wrapped__)  # keeps no fake
     assert best_config("v7", torch.bfloat16) == best_config(7, "bf16") == winner

@@ -31,7 +31,6 @@ from flash_helpers.registry.row_clusters import (
     BARRIER_BYTES,
     CHUNKS,
     CLUSTERS,
-    GPC_SMS,
     TARGETS,
     RowClusterConfig,
 )
@@ -103,7 +102,7 @@ class NormBackwardClusterKernelConfig(NormBackwardKernels, RowClusterConfig):
         SMs of a TPC are in one GPC. Of larger clusters some GPCs have room for fewer than 16 SMs
         have, so that `spare` sixteenths are left out."""
         blocks = self.blocks_per_sm(device)
-        groups, sms = (device.sms // GPC_SMS, GPC_SMS)
+        groups, sms = (device.sms // gpu.GPC_SMS, gpu.GPC_SMS)
         if self.cluster_blocks == TPC_SMS:
             groups, sms = device.sms // TPC_SMS, TPC_SMS
         room = groups * (sms * blocks // self.cluster_blocks)

@@ -23,7 +23,6 @@ ONE_BLOCK_CLUSTERS = (1, *CLUSTERS)
 RING_CHUNKS = 14  # of 1024 threads, in the shared memory of an SM
 THREADS_PER_SM = 1024
 LEAST_WIDE = 32 * 1024  # bytes of a row, from which clusters compete
-GPC_SMS = 16  # a GPC, whose SMs the blocks of a cluster run on, has as many or a few more
 BARRIER_BYTES = 8
 
 # Traits of steps.
@@ -107,12 +106,8 @@ class RowClusterConfig(Config):
                 raise ValueError(f"{name} {value} is not built: choose {choices}")
 
     def clusters(self, device: Device) -> int:
-        """Return the clusters that run at the same time, each on SMs of one GPC; at least one."""
-        per_sm = THREADS_PER_SM // self.n_threads
-        if self.cluster_blocks == 1:
-            return device.sms * per_sm
-        per_gpc = GPC_SMS * per_sm // self.cluster_blocks
-        return max(1, device.sms // GPC_SMS * per_gpc)
+        """Return the clusters that run at the same time; at least one."""
+        return device.resident_clusters(self.cluster_blocks, THREADS_PER_SM // self.n_threads)
 
     def call(self, problem: Any, strides: Strides, device: Device) -> Call:
         """Return one launch, in which each cluster has every so many-th row."""

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from flash_helpers import gpu
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap
 from flash_helpers.registry.call import Launch
 
@@ -26,6 +27,16 @@ _PROMOTIONS = ("none", "64B", "128B", "256B")
 _FILLS = ("zeros", "nan")
 """Enumerations of tensor maps: CUtensorMapDataType, -Swizzle, -L2promotion, -FloatOOBfill, from 0
 on."""
+
+_COUNTED_CLUSTERS = (2, 4, 8)  # blocks
+_COUNTED_PER_SM = (1, 2, 3, 4)  # blocks
+_SMEM_UNIT = 1024  # bytes
+_EMPTY_KERNEL = b"""
+.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry empty() { ret; }
+"""
 
 LIBRARY = "libcuda.so.1"
 CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -74,6 +85,9 @@ def driver() -> ctypes.CDLL:
         "cuModuleGetFunction": [handles, pointer, text],
         "cuFuncSetAttribute": [pointer, integer, integer],
         "cuLaunchKernelEx": [ctypes.POINTER(_LaunchConfig), pointer, handles, handles],
+        "cuOccupancyMaxActiveClusters": [
+            *(ctypes.POINTER(integer), pointer, ctypes.POINTER(_LaunchConfig)),
+        ],
         "cuTensorMapEncodeTiled": [
             *(pointer, integer, ctypes.c_uint, pointer, pointer, pointer, pointer, pointer),
             *(integer, integer, integer, integer),
@@ -172,18 +186,51 @@ class LoadedKernel:
         kernel's parameters. The rest as in `Launch`."""
         memory = [ctypes.create_string_buffer(a, len(a)) for a in arguments]
         parameters = (ctypes.c_void_p * len(memory))(*map(ctypes.addressof, memory))
-        found = []
+        attributes = []
         if math.prod(cluster) > 1:
-            found.append(_Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=cluster))
+            attributes.append(_Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=cluster))
         if programmatic:
             number = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            found.append(_Attribute(number, value=(1,)))
-        attributes = (_Attribute * len(found))(*found)
-        config = _LaunchConfig(
-            (*grid, block, 1, 1),
-            shared_bytes,
-            stream,
-            ctypes.cast(attributes, ctypes.POINTER(_Attribute)),
-            len(found),
-        )
+            attributes.append(_Attribute(number, value=(1,)))
+        config = _launch_config(grid, block, shared_bytes, stream, attributes)
         _call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)
+
+    def most_clusters(self, blocks: int, n_threads: int, shared_bytes: int) -> int:
+        """Return the clusters of so many blocks that the device of the current context has room
+        for at the same time. n_threads, shared_bytes: of a block."""
+        size = _Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=(blocks, 1, 1))
+        config = _launch_config((blocks, 1, 1), n_threads, shared_bytes, 0, [size])
+        found = ctypes.c_int()
+        places = ctypes.byref(found), self._function, ctypes.byref(config)
+        _call("cuOccupancyMaxActiveClusters", *places)
+        return found.value
+
+
+def _launch_config(
+    grid: tuple[int, int, int],
+    block: int,
+    shared_bytes: int,
+    stream: int,
+    attributes: Sequence[_Attribute],
+) -> _LaunchConfig:
+    memory = (_Attribute * len(attributes))(*attributes)
+    place = ctypes.cast(memory, ctypes.POINTER(_Attribute))  # keeps the memory alive
+    return _LaunchConfig((*grid, block, 1, 1), shared_bytes, stream, place, len(attributes))
+
+
+def counted_clusters(capability: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the blocks of a cluster, the blocks that an SM has room for, and the clusters that the
+    device of the current context has room for (`gpu.Device.counted`). The count is of blocks of a
+    warp, which share out the memory of an SM.
+
+    `capability`: such as 90, from which on there are clusters. Raises DriverError.
+    """
+    most = gpu.SMEM_BYTES[capability]
+    kernel = LoadedKernel(_EMPTY_KERNEL, "empty", most)
+    reserved = gpu.RESERVED_SMEM_BYTES
+    return tuple(
+        (blocks, per_sm, kernel.most_clusters(blocks, gpu.WARP, share - reserved))
+        for per_sm in _COUNTED_PER_SM
+        for share in [(most + reserved) // per_sm // _SMEM_UNIT * _SMEM_UNIT]
+        for blocks in _COUNTED_CLUSTERS
+    )

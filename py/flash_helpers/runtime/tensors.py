@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from flash_helpers.gpu import Device, largest_device
+from flash_helpers.gpu import FIRST_WITH_CLUSTERS, Device, largest_device
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.family import Family
 from flash_helpers.registry.problem import Constant, Element, Problem, Role, Tensor
+from flash_helpers.runtime import driver
 
 Own = TypeVar("Own", bound=Problem)
 
@@ -278,9 +279,19 @@ def gpu_device(index: int) -> Device:
     if index >= (count := torch.cuda.device_count()):
         raise RuntimeError(f"there is no CUDA device {index}: torch finds {count or 'none'}")
     properties = torch.cuda.get_device_properties(index)
-    return Device(
-        properties.name, (properties.major, properties.minor), properties.multi_processor_count
-    )
+    capability = properties.major, properties.minor
+    counted = _counted_clusters(index, capability)
+    return Device(properties.name, capability, properties.multi_processor_count, counted)
+
+
+def _counted_clusters(index: int, capability: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Return what the driver says of clusters (`Device.counted`); nothing of a GPU without."""
+    major, minor = capability
+    if major < FIRST_WITH_CLUSTERS:
+        return ()
+    with torch.cuda.device(index):
+        torch.empty(1, device="cuda")  # makes a context
+        return driver.counted_clusters(10 * major + minor)
 
 
 def device_for(family: Family[Any], device: torch.device) -> Device:

@@ -339,6 +339,22 @@ def test_clusters_fit_into_groups_of_16_sms(text: str, clusters: int) -> None:
     assert config.clusters(replace(largest_device(90), sms=4)) == 1
 
 
+def test_a_grid_has_the_clusters_that_the_driver_counts() -> None:
+    """A GPC lacks SMs here and there: an H200 was seen with room for 30 clusters of 4."""
+    device = replace(largest_device(90), counted=((4, 2, 62), (8, 1, 15), (4, 1, 30)))
+    many = Norm(100, 4096)
+    for short, clusters in {
+        "a3_bf16_w32_c4_k4": 30,
+        "a3_bf16_w16_c4_k4": 62,
+        "a3_bf16_w32_c4_k8": 15,
+        "a3_bf16_w16_c4_k8": 32,  # not counted: of GPCs of 16 SMs
+        "a3_bf16_w32_c4_k1": 100,  # rows, fewer than SMs
+    }.items():
+        config = NormClusterKernelConfig.from_short_form(short)
+        (launch,) = config.call(many, many.strides(), device).launches
+        assert launch.grid == (clusters * config.cluster_blocks, 1, 1), short
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
