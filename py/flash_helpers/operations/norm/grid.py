@@ -21,6 +21,7 @@ from flash_helpers.registry.row_threads import (
     narrow_in_flight,
     octaves,
     shapes_in_flight,
+    with_twice_the_rows,
 )
 
 GROUPS = {
@@ -30,6 +31,7 @@ GROUPS = {
     for rms in (False, True)
     for dtype in (Element.BF16, Element.FP32)
 }
+GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 1024  # of a row
 _OTHER_NORM = 100.0  # octaves
 

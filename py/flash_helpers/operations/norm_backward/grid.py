@@ -17,6 +17,7 @@ from flash_helpers.registry.row_threads import (
     GRID_WIDTHS,
     Fields,
     competing_shapes,
+    with_twice_the_rows,
 )
 
 __all__ = ["GROUPS", "competing", "distance"]
@@ -28,6 +29,7 @@ GROUPS = {
     for rms in (False, True)
     for dtype in (Element.BF16, Element.FP32)
 }
+GROUPS |= with_twice_the_rows(GROUPS)
 
 
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:

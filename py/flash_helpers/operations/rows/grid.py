@@ -20,12 +20,14 @@ from flash_helpers.registry.row_threads import (
     competing_shapes,
     narrow_in_flight,
     octaves,
+    with_twice_the_rows,
 )
 
 GROUPS = {
     f"softmax_{dtype.short}": tuple(replace(measured(width), dtype=dtype) for width in GRID_WIDTHS)
     for dtype in (Element.BF16, Element.FP32)
 }
+GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 512  # of a row
 WIDE_CHUNKS = 8  # of a thread of a persistent block
 
