@@ -166,8 +166,10 @@ def test_many_short_rows_are_right(config: NormBackwardKernels, cuda_device: tor
 
 
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("library", ["pytorch_norm", "compiled_norm"])
+@pytest.mark.parametrize("library", ["pytorch_norm", "compiled_norm", "liger_norm"])
 def test_libraries_compute_the_problem(library: str, rms: bool, cuda_device: torch.device) -> None:
+    if library == "liger_norm":
+        pytest.importorskip("liger_kernel")
     problem = replace(OPERATION.measured(1024, rms=rms), rows=64, dtype=Element.FP32)
     inputs = draw("normal", problem, cuda_device)
     check(problem, {**inputs, **run(library, problem, inputs)})

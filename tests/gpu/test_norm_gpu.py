@@ -141,9 +141,11 @@ def test_a_grid_has_more_rows_than_other_dimensions_could(
     check(problem, tensors)
 
 
-@pytest.mark.parametrize("library", ["compiled_norm", "triton_norm"])
+@pytest.mark.parametrize("library", ["compiled_norm", "triton_norm", "liger_norm"])
 @pytest.mark.parametrize("rms", [False, True])
 def test_libraries_compute_the_problem(rms: bool, library: str, cuda_device: torch.device) -> None:
+    if library == "liger_norm":
+        pytest.importorskip("liger_kernel")
     problem = replace(OPERATION.measured(1000, rms=rms), rows=64)
     inputs = draw("normal", problem, cuda_device)
     check(problem, {**inputs, **run(library, problem, inputs)})

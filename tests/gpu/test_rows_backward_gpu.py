@@ -16,6 +16,7 @@ from flash_attention import ops
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import get_listed_configs
 from flash_helpers.operations.rows_backward import OPERATION
+from flash_helpers.operations.rows_backward.baselines import run
 from flash_helpers.operations.rows_backward.inputs import draw
 from flash_helpers.operations.rows_backward.problem import RowsBackward
 from flash_helpers.operations.rows_backward.problems import DISTRIBUTIONS
@@ -104,3 +105,12 @@ def test_the_gradient_of_the_function_is_that_of_the_definition(cuda_device: tor
     exact = x.detach().double().requires_grad_()
     (right,) = torch.autograd.grad(torch.softmax(exact, -1), exact, upstream.double())
     torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("library", ["pytorch", "compiled_gradient", "liger_softmax"])
+def test_libraries_compute_the_problem(library: str, cuda_device: torch.device) -> None:
+    if library == "liger_softmax":
+        pytest.importorskip("liger_kernel")
+    problem = RowsBackward(64, 1000)
+    y, dy = draw("normal", problem, cuda_device).values()
+    check(y, dy, run(library, problem, {"y": y, "dy": dy})["dx"], problem.dtype)

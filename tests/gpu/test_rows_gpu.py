@@ -111,8 +111,10 @@ def test_a_grid_has_more_rows_than_other_dimensions_could(
     check(x, flash_attention.run(config, x)["y"])
 
 
-@pytest.mark.parametrize("library", ["compiled_softmax", "triton_softmax"])
+@pytest.mark.parametrize("library", ["compiled_softmax", "triton_softmax", "liger_softmax"])
 def test_libraries_compute_the_problem(library: str, cuda_device: torch.device) -> None:
+    if library == "liger_softmax":
+        pytest.importorskip("liger_kernel")
     problem = Rows(64, 1000)
     inputs = draw("normal", problem, cuda_device)
     check(inputs["x"], run(library, problem, inputs)["y"])

@@ -42,3 +42,4 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 TRITON = Package("triton", "triton")
+LIGER = Package("liger-kernel", "liger_kernel")

@@ -10,6 +10,7 @@ LIBRARIES = {
     "pytorch_norm": "PyTorch's layer_norm or rms_norm",
     "compiled_norm": "the same under torch.compile",
     "triton_norm": "a program of Triton per row",
+    "liger_norm": "Liger's layer norm or RMS norm, in Triton",
     "copy": "a copy of x, the measured ceiling",
 }
 
@@ -32,6 +33,7 @@ OPERATION = Operation(
         "pytorch_norm": "PyTorch",
         "compiled_norm": "torch.compile",
         "triton_norm": "Triton",
+        "liger_norm": "Liger",
     },
     metric=GBPS,
     families=("norm:LAYER_NORM", "norm:RMS_NORM", "norm_cluster:NORM_CLUSTER"),

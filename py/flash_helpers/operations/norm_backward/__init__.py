@@ -12,6 +12,7 @@ from flash_helpers.registry.operation import GBPS, Operation
 LIBRARIES = {
     "pytorch_norm": "PyTorch's operator behind the gradients of layer_norm or rms_norm",
     "compiled_norm": "the formulas of the gradients under torch.compile",
+    "liger_norm": "Liger's gradients, in Triton",
     "copy": "copies that move the bytes of dy, x and dx, the measured ceiling",
 }
 _ALL: dict[str, Any] = {"weight": True, "dweight": True, "dbias": True}
@@ -31,7 +32,11 @@ OPERATION = Operation(
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
     ceiling="copy",
-    short_names={"pytorch_norm": "PyTorch", "compiled_norm": "torch.compile"},
+    short_names={
+        "pytorch_norm": "PyTorch",
+        "compiled_norm": "torch.compile",
+        "liger_norm": "Liger",
+    },
     metric=GBPS,
     families=(
         "norm_backward:LAYER_NORM_BACKWARD",

@@ -10,6 +10,7 @@ LIBRARIES = {
     "pytorch": "torch.softmax",
     "compiled_softmax": "torch.softmax under torch.compile",
     "triton_softmax": "a program of Triton per row",
+    "liger_softmax": "Liger's softmax, in Triton",
     "copy": "a copy of x, the measured ceiling",
 }
 
@@ -32,6 +33,7 @@ OPERATION = Operation(
         "pytorch": "PyTorch",
         "compiled_softmax": "torch.compile",
         "triton_softmax": "Triton",
+        "liger_softmax": "Liger",
     },
     metric=GBPS,
     families=("rows:SOFTMAX", "softmax_cluster:SOFTMAX_CLUSTER"),

@@ -13,6 +13,7 @@ from flash_helpers.registry.operation import GBPS, Operation
 LIBRARIES = {
     "pytorch": "PyTorch's gradient of softmax",
     "compiled_gradient": "the formula in torch.compile",
+    "liger_softmax": "Liger's gradient of softmax, in Triton",
     "copy": "a copy of as many bytes, the measured ceiling",
 }
 
@@ -30,7 +31,7 @@ OPERATION = Operation(
     measured_at=MEASURED_WIDTHS,
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
-    short_names={"compiled_gradient": "torch.compile"},
+    short_names={"compiled_gradient": "torch.compile", "liger_softmax": "Liger"},
     ceiling="copy",
     metric=GBPS,
     families=(
