@@ -12,7 +12,6 @@ struct NormBackwardClusterKernelConfig {
     int n_warps; // of the thread block
     int chunks; // of 16 bytes of the row, of which a thread has the columns
     int cluster_blocks; // thread blocks that have a row
-    int spare; // sixteenths of the clusters that SMs have room for, left out
     bool rms; // RMS norm instead of layer norm
     // fields:end
 

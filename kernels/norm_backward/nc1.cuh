@@ -23,7 +23,8 @@
 //   The sums of row n + 4 have the place of those of row n. A block that sends them has the sums of
 // row n + 2. Each block sent these when its warps had begun row n + 2, behind dx of row n.
 //   A GPC has up to 18 SMs, and some have fewer than 16: a cluster that waits for the end of
-// another doubles the time. `spare` leaves out some of the clusters that 16 SMs have room for.
+// another doubles the time. The driver tells how many run at the same time.
+//   dx is not read again: its stores are the first to leave L2.
 // Expected, as a share of a copy on an H200: 88% at widths of 16384 (2 blocks) to 131072 (8). The
 // sums of the clusters take 17 MB to L2 and back, 4% of the time.
 //
@@ -245,7 +246,7 @@ walk_whole_rows(float (&dweight_rmem)[cfg.chunks][kChunkElements<cfg.dtype>],
             float dx_rmem[kChunk];
             chunk.gradient(dx_rmem, mean_g, slope);
             if (thread + k * kThreads < own) {
-                store_gmem_16(dx_gmem + k * kThreads, pack_chunk<kDType>(dx_rmem));
+                store_gmem_16_streaming(dx_gmem + k * kThreads, pack_chunk<kDType>(dx_rmem));
             }
         }
         dx_gmem += dx_step;

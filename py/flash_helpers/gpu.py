@@ -85,6 +85,7 @@ MOST_SMS: Mapping[int, int] = MappingProxyType({75: 72, 80: 108, 86: 84, 87: 16,
 SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132})
 
 
+TPC_SMS = 2
 GPC_SMS = 16  # a GPC, whose SMs the blocks of a cluster run on, has as many or a few more
 
 
@@ -102,13 +103,15 @@ class Device:
 
     def resident_clusters(self, blocks: int, per_sm: int) -> int:
         """Return the clusters of so many blocks that run at the same time where an SM has room for
-        `per_sm` blocks; at least one. Without a driver's count each GPC has `GPC_SMS` SMs."""
+        `per_sm` blocks; at least one. Without a driver's count each GPC has `GPC_SMS` SMs, and
+        each TPC `TPC_SMS`."""
         if blocks == 1:
             return self.sms * per_sm
         for *shape, clusters in self.counted:
             if shape == [blocks, per_sm]:
                 return clusters
-        return max(1, self.sms // GPC_SMS * (GPC_SMS * per_sm // blocks))
+        group = TPC_SMS if blocks == TPC_SMS else GPC_SMS
+        return max(1, self.sms // group * (group * per_sm // blocks))
 
 
 def largest_device(capability: int) -> Device:

@@ -38,8 +38,6 @@ from flash_helpers.registry.row_threads import CHUNK_BYTES, Fields
 
 WARPS = (8, 16)
 ROWS_HELD = 3  # of x and dy, in shared memory
-TPC_SMS, SIXTEENTHS = 2, 16
-SPARE = (0, 1, 2, 3)  # that a sweep tries
 TURNS = 4  # rows whose sums have a place in shared memory
 
 
@@ -47,16 +45,13 @@ TURNS = 4  # rows whose sums have a place in shared memory
 class NormBackwardClusterKernelConfig(NormBackwardKernels, RowClusterConfig):
     """One kernel of the norm_backward_cluster family. `rms`: it computes gradients of RMS norm."""
 
-    example: ClassVar[str] = "nc1_bf16_w16_c4_k4_p2"
+    example: ClassVar[str] = "nc1_bf16_w16_c4_k4"
 
     norm_backward_cluster: int = number("nc", "the step")
     dtype: Element = element()
     n_warps: int = number("w", "of the thread block")
     chunks: int = number("c", "of 16 bytes of the row, of which a thread has the columns")
     cluster_blocks: int = number("k", "thread blocks that have a row")
-    spare: int = number(
-        "p", "sixteenths of the clusters that SMs have room for, left out", default=0
-    )
     rms: bool = flag("rms", "RMS norm instead of layer norm", default=False)
 
     @property
@@ -80,7 +75,7 @@ class NormBackwardClusterKernelConfig(NormBackwardKernels, RowClusterConfig):
     @property
     def choices(self) -> Mapping[str, Sequence[int]]:
         """Values that are built, by the name of a field."""
-        return {**super().choices, "n_warps": WARPS, "spare": SPARE}
+        return {**super().choices, "n_warps": WARPS}
 
     @property
     def supports(self) -> NormBackwardSupports:
@@ -98,15 +93,8 @@ class NormBackwardClusterKernelConfig(NormBackwardKernels, RowClusterConfig):
         return resident_blocks(device, self.n_threads, registers, self.smem_bytes)
 
     def clusters(self, device: Device) -> int:
-        """Return the clusters of the grid, which should run at the same time; at least one. Both
-        SMs of a TPC are in one GPC. Of larger clusters some GPCs have room for fewer than 16 SMs
-        have, so that `spare` sixteenths are left out."""
-        blocks = self.blocks_per_sm(device)
-        groups, sms = (device.sms // gpu.GPC_SMS, gpu.GPC_SMS)
-        if self.cluster_blocks == TPC_SMS:
-            groups, sms = device.sms // TPC_SMS, TPC_SMS
-        room = groups * (sms * blocks // self.cluster_blocks)
-        return max(1, room * (SIXTEENTHS - self.spare) // SIXTEENTHS)
+        """Return the clusters of the grid, which run at the same time; at least one."""
+        return device.resident_clusters(self.cluster_blocks, self.blocks_per_sm(device))
 
     def call(self, problem: Any, strides: Strides, device: Device) -> Call:
         """Return a launch for rows, and one for columns if their gradients are asked for."""
@@ -121,26 +109,16 @@ class NormBackwardClusterKernelConfig(NormBackwardKernels, RowClusterConfig):
 
 
 def competing_clusters(width: int, dtype: Element) -> list[Fields]:
-    """Return n_warps, chunks, cluster_blocks and spare with which the blocks of a cluster have a
-    row, and half of these would not; larger clusters than of two blocks only for rows that two
-    blocks have no room for."""
+    """Return n_warps, chunks and cluster_blocks with which the blocks of a cluster have a row, and
+    half of these would not."""
     found: list[Fields] = []
     for blocks in CLUSTERS:
         for n_warps in WARPS:
             shape = {"n_warps": n_warps, "chunks": CHUNKS[-1], "cluster_blocks": blocks}
             held = math.prod(shape.values()) * gpu.WARP * CHUNK_BYTES // dtype.bytes
             if held // 2 < width <= held:
-                found += [{**shape, "spare": spare} for spare in _spares(n_warps, blocks)]
-        if found and blocks == TPC_SMS:
-            break
+                found.append(shape)
     return found
-
-
-def _spares(n_warps: int, blocks: int) -> Sequence[int]:
-    """Return those that compete; none are left out of clusters of two blocks."""
-    if blocks == TPC_SMS:
-        return SPARE[:1]
-    return SPARE[1:] if n_warps == WARPS[-1] else SPARE[2:3]
 
 
 def _of_rms() -> Iterator[NormBackwardClusterKernelConfig]:
@@ -157,9 +135,7 @@ NORM_BACKWARD_CLUSTER = Family(
     prefix="nc",
     rank=22,
     config=NormBackwardClusterKernelConfig,
-    base=MappingProxyType(
-        {"n_warps": 16, "chunks": 4, "cluster_blocks": 2, "spare": 0, "rms": False}
-    ),
+    base=MappingProxyType({"n_warps": 16, "chunks": 4, "cluster_blocks": 2, "rms": False}),
     entries=(
         StepEntry(
             "cluster_per_row_backward",
@@ -170,7 +146,6 @@ NORM_BACKWARD_CLUSTER = Family(
                 "n_warps": WARPS,
                 "chunks": CHUNKS,
                 "cluster_blocks": CLUSTERS,
-                "spare": SPARE,
                 "rms": (False, True),
             },
             traits=frozenset({ONE_PASS, WIDE_SUMS, HELD_BACK}),

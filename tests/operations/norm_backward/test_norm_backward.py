@@ -306,7 +306,7 @@ def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str)
         ("nc1_bf16_w8_c1_k2", 9, 4096),  # as many as the threads of a cluster have
         ("nc1_bf16_w8_c1_k2_rms", 9, 4096),
         ("nc1_fp16_w8_c2_k4", 6, 999),  # no whole chunks
-        ("nc1_fp32_w8_c1_k8_p1", 9, 20),  # fewer chunks than blocks
+        ("nc1_fp32_w8_c1_k8", 9, 20),  # fewer chunks than blocks
         ("nc1_fp32_w8_c1_k2_rms", 5, 2052),  # longer than a tile of the cluster
     ],
 )
@@ -359,9 +359,8 @@ def test_the_grid_is_what_the_sms_hold_and_columns_are_summed_only_if_asked_for(
         ("nc1_bf16_w16_c4_k2", 132),
         ("nc1_bf16_w8_c4_k2", 2 * 132),
         ("nc1_bf16_w16_c4_k4", 4 * 32),  # of 132 SMs, in groups of 16
-        ("nc1_bf16_w16_c4_k4_p2", 4 * 28),
-        ("nc1_bf16_w8_c4_k8_p1", 8 * 30),
-        ("nc1_bf16_w16_c4_k8_p2", 8 * 14),
+        ("nc1_bf16_w8_c4_k8", 8 * 32),
+        ("nc1_bf16_w16_c4_k8", 8 * 16),
     ],
 )
 def test_the_grid_is_what_registers_shared_memory_and_clusters_leave_room_for(
@@ -376,7 +375,7 @@ def test_the_grid_is_what_registers_shared_memory_and_clusters_leave_room_for(
 
 
 def test_a_gpu_of_one_sm_has_one_cluster() -> None:
-    config = NormBackwardClusterKernelConfig.from_short_form("nc1_bf16_w16_c4_k8_p3")
+    config = NormBackwardClusterKernelConfig.from_short_form("nc1_bf16_w16_c4_k8")
     assert config.clusters(few_sms(config)) == 1
 
 
@@ -385,7 +384,7 @@ def test_a_gpu_of_one_sm_has_one_cluster() -> None:
     [
         (8192, Element.BF16, set()),
         (16384, Element.BF16, {(8, 2)}),
-        (16384, Element.FP32, {(16, 2)}),
+        (16384, Element.FP32, {(16, 2), (8, 4)}),
         (65536, Element.BF16, {(16, 4), (8, 8)}),
         (131072, Element.BF16, {(16, 8)}),
         (131072, Element.FP32, set()),
@@ -483,7 +482,6 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: s
         ("w1_bf16_w32_c1_t512_s2", "need 80 registers per thread, of which there are 64"),
         ("nc1_bf16_w32_c4_k2", "n_warps 32 is not built: choose 8 or 16"),
         ("nc1_bf16_w8_c4_k1", "cluster_blocks 1 is not built: choose 2, 4 or 8"),
-        ("nc1_bf16_w8_c4_k4_p4", "spare 4 is not built: choose 0, 1, 2 or 3"),
     ],
 )
 def test_a_config_without_room_is_refused(text: str, reason: str) -> None:
