@@ -44,9 +44,9 @@ class StepEntry:
     `slug`: the idea in a word or two, for names of pages. `idea`: the idea in one line. `source`:
     the kernel's file, relative to the root of the repository. `sets`: options that the step turns
     on, by name of the config's field. `opens`: options that it makes tunable, with the values that
-    a sweep tries. `traits`: facts about the kernel from this step on that its config does not show,
-    and HELD_BACK or LAST_RESORT, which say nothing of later steps. `drops`: traits of the steps
-    before that it does not have, nor do those behind it.
+    a sweep tries; with none, an option that it fixes again. `traits`: facts about the kernel from
+    this step on that its config does not show, and HELD_BACK or LAST_RESORT, which say nothing of
+    later steps. `drops`: traits of the steps before that it does not have, nor do those behind it.
     `parent`: id of another step than the one before it, of this family or another; None stands for
     the step before it. `place`: the place of its page in the course.
     """
@@ -154,7 +154,8 @@ class Family(Generic[C]):
         found = {}
         for number, entry in enumerate(self.entries, start=1):
             options |= entry.sets
-            tunable |= entry.opens
+            opened = {**tunable, **entry.opens}
+            tunable = {name: values for name, values in opened.items() if values}
             traits = (traits - entry.drops) | (entry.traits - _OF_ONE_STEP)
             before = self.step_id(number - 1) if number > 1 else None
             found[self.step_id(number)] = Step(
