@@ -20,13 +20,19 @@ struct LayerNormKernelConfig {
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     // Rows of each thread.
     constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
-    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest.
+    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest. From n7 on
+    // 64 registers per thread.
     constexpr int blocks_per_sm() const {
+        if (layer_norm >= 7) {
+            return 1024 / n_threads();
+        }
         const int blocks = 65536 / (n_threads() * (chunks * thread_rows() * 8 + 48));
         return blocks > 1 ? blocks : 1;
     }
-    // Two sums per row of a thread and warp.
-    constexpr int smem_bytes() const { return 2 * thread_rows() * n_warps * int(sizeof(float)); }
+    // Two sums per row of a thread and warp; from n7 on a number, a mean and a sum.
+    constexpr int smem_bytes() const {
+        return (layer_norm >= 7 ? 3 : 2) * thread_rows() * n_warps * int(sizeof(float));
+    }
     friend auto operator<=>(const LayerNormKernelConfig &, const LayerNormKernelConfig &) = default;
 };
 

@@ -15,6 +15,8 @@ from flash_helpers.registry.config import element, number
 from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import (
+    HALF_CHUNKS,
+    HALF_OF_AN_SM,
     ROW_IN_REGISTERS,
     ROW_THREADS,
     ROWS_IN_FLIGHT,
@@ -46,8 +48,9 @@ class NormConfig(RowConfig):
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block in bytes: a number for each warp and each sum of each
-        row of a thread."""
-        return (1 if self.rms else 2) * self.thread_rows * self.n_warps * Element.FP32.bytes
+        row of a thread; with them the number of elements, where one tree has both sums."""
+        numbers = 1 if self.rms else 3 if HALF_OF_AN_SM in self.step.traits else 2
+        return numbers * self.thread_rows * self.n_warps * Element.FP32.bytes
 
     @property
     def supports(self) -> NormSupports:
@@ -168,14 +171,29 @@ LAYER_NORM = Family(
             sets={"n_warps": 4, "chunks": 2, "row_threads": 32},
             traits=frozenset({HELD_BACK}),
         ),
+        StepEntry(
+            "one_exchange",
+            "mean and M2 of a row in one exchange, with two blocks of 64 registers per thread",
+            _file("n7"),
+            sets={"n_warps": 16, "chunks": 8, "row_threads": 512, "rows_in_flight": 0},
+            opens={
+                "n_warps": (8, 16),
+                "chunks": (HALF_CHUNKS,),
+                "row_threads": (256, 512),
+                "rows_in_flight": (),
+            },
+            traits=frozenset({HALF_OF_AN_SM, HELD_BACK}),
+            drops=frozenset({ROWS_IN_FLIGHT}),
+            parent="n4",
+        ),
     ),
     targets=_TARGETS,
     kernels=MappingProxyType({"layer_norm_kernel": ARGUMENTS}),
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=2_500_000,
-    matrix_budget=1_400_000,
+    simulated_budget=5_500_000,
+    matrix_budget=2_200_000,
 )
 
 RMS_NORM = Family(

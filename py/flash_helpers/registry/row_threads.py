@@ -20,6 +20,7 @@ Fields = Mapping[str, int]
 MAX_WIDTH = 131072
 MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
 MAX_CHUNKS = 16
+HALF_CHUNKS = 8  # of a thread with 64 registers
 MOST_IN_FLIGHT = 8  # chunks of a thread that has several rows
 LEAST_ROW_THREADS = 8
 ROWS_OF_A_THREAD = (1, 2, 4, 8)  # that a sweep tries
@@ -34,6 +35,7 @@ THREAD_REGISTERS = 255  # at most
 VECTOR_LOADS = "vector_loads"  # chunks of 16 bytes per lane
 ROW_IN_REGISTERS = "row_in_registers"  # `chunks` chunks of each thread are read once
 ROW_THREADS = "row_threads"  # `row_threads` threads have a row, and a block has several rows
+HALF_OF_AN_SM = "half_of_an_sm"  # 64 registers per thread, at least two blocks per SM
 ROWS_IN_FLIGHT = "rows_in_flight"  # a thread has `rows_in_flight` rows at once
 
 
@@ -125,8 +127,9 @@ class RowConfig(Config):
 
     def _check_registers(self) -> None:
         chunks, rows = self.chunks, self.thread_rows
-        if not 1 <= chunks <= MAX_CHUNKS:
-            raise ValueError(f"chunks {chunks} is not from 1 to {MAX_CHUNKS}: choose 4")
+        allowed = HALF_CHUNKS if HALF_OF_AN_SM in self.step.traits else MAX_CHUNKS
+        if not 1 <= chunks <= allowed:
+            raise ValueError(f"chunks {chunks} is not from 1 to {allowed}: choose 4")
         most = most_chunks(self.n_warps, self.chunk_registers, self.other_registers)
         if rows > 1 and chunks * rows > (held := min(most, MOST_IN_FLIGHT)):
             raise ValueError(

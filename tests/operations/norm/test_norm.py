@@ -250,6 +250,9 @@ def test_the_corners_of_the_declaration_are_right(config: NormConfig) -> None:
         "n4_fp32_w1_c2_t8",
         "n4_bf16_w2_c1_t8",  # two elements of head and tail for some threads
         "n4_fp16_w4_c1_t64",
+        "n7_bf16_w4_c1_t8",
+        "n7_fp16_w4_c2_t64",
+        "n7_fp32_w4_c1_t128",
         "r1_bf16_w2_c2_t16",
         "r1_fp32_w4_c1_t128",
     ],
@@ -292,6 +295,27 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
     for name in ("x", "weight"):
         moved = spread(tensors[name], 0, 1)  # not at a multiple of 16 bytes
         check(config, problem, {**tensors, name: moved.copy_(tensors[name])})
+
+
+@pytest.mark.parametrize("distribution", ["far_mean", "not_finite", "constant_rows"])
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("n7_bf16_w4_c2_t128", 2048),  # all threads have as many elements
+        ("n7_fp16_w4_c2_t128", 1336),  # some threads have a chunk more than others
+        ("n7_fp32_w4_c1_t128", 37),  # some threads have one element, most have none
+    ],
+)
+def test_moments_of_unequal_parts_are_combined(text: str, width: int, distribution: str) -> None:
+    config = LayerNormKernelConfig.from_short_form(text)
+    problem = full(config, 2, width)
+    tensors = draw(distribution, problem)
+    check(config, problem, tensors)
+    for name in ("x", "bias"):
+        moved = spread(tensors[name], 0, 1)  # not at a multiple of 16 bytes
+        check(config, problem, {**tensors, name: moved.copy_(tensors[name])})
+    lacking = replace(problem, weight=False, bias=False)
+    check(config, lacking, {"x": tensors["x"]})
 
 
 @pytest.mark.parametrize("distribution", ["far_mean", "not_finite"])
@@ -423,7 +447,7 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n6"),
+        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n7"),
         ((2, Element.BF16, 3), "n_warps 3"),
         ((3, Element.BF16, 8), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 32, 8), "choose chunks 4, or fewer warps"),
@@ -434,6 +458,8 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
         ((4, Element.BF16, 4, 4, 32, 2), "n4 fixes rows_in_flight 0; choose n5 to n6"),
         ((5, Element.BF16, 4, 4, 32), "rows_in_flight 0 is not positive: choose 1"),
         ((5, Element.BF16, 4, 8, 32, 4), "have 32 chunks per thread, .* rows_in_flight 1"),
+        ((7, Element.BF16, 8, 8, 256, 2), "n7 fixes rows_in_flight 0; choose n5 to n6"),
+        ((7, Element.BF16, 8, 16, 256), "chunks 16 is not from 1 to 8: choose 4"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
@@ -456,7 +482,7 @@ def test_a_cluster_that_cannot_be_built_is_refused_with_a_way_out(fields, text: 
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = [*LAYER_NORM.sweep(), *RMS_NORM.sweep()]
-    assert {config.step.id for config in found} == {"n3", "n4", "n5", "n6", "r1", "r2"}
+    assert {config.step.id for config in found} == {"n3", "n4", "n5", "n6", "n7", "r1", "r2"}
     for config in found:
         chunks = config.chunks * config.thread_rows
         assert chunks <= 16 and chunks * 4 + 48 <= 65536 // config.n_threads

@@ -45,6 +45,10 @@ FAULTS = {
         "n6", BF16, PROLOGUE, r"@exists ld\.global", swap("@exists ", ""), nth(1), OutOfBoundsError,
         '"l"(src_gmem)',
     ),
+    "n7: the share of a part is not divided by the elements of both": Fault(
+        "n7", BF16, MAIN_LOOP, r"rcp\.approx", swap(r"rcp\S+ (%f\d+), .*;",
+        r"mov.f32 \1, 0f3F800000;"), quantity="y",
+    ),
     "a1: sums are sent to other blocks without a release": Fault(
         "a1", BF16, MAIN_LOOP, r"mbarrier\.arrive\.release", swap("release", "relaxed"), nth(0),
         RaceError, "value += sums_smem[block]",

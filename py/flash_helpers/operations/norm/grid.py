@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flash_helpers import gpu
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import measured
 from flash_helpers.registry.problem import Element
@@ -15,6 +16,7 @@ from flash_helpers.registry.row_clusters import (
 )
 from flash_helpers.registry.row_threads import (
     GRID_WIDTHS,
+    HALF_CHUNKS,
     Fields,
     beside_narrow,
     competing_shapes,
@@ -33,6 +35,7 @@ GROUPS = {
 }
 GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 1024  # of a row
+HALF_WARPS = (8, 16)  # of blocks of which an SM has two or four
 _OTHER_NORM = 100.0  # octaves
 
 
@@ -46,11 +49,16 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
         ("a3" if shape["cluster_blocks"] > 1 else "a2", {**shape, "rms": problem.rms})
         for shape in clusters
     ]
+    halves = [
+        {"n_warps": s["n_warps"], "chunks": s["chunks"], "row_threads": s["n_warps"] * gpu.WARP}
+        for s in competing_clusters(problem.width, problem.dtype, HALF_CHUNKS, HALF_WARPS, (1,))
+    ]
     narrow = list(narrow_in_flight(shapes))
     large = beside_narrow(shapes, narrow)
     if problem.rms:
         return [("r1", shape) for shape in large] + [("r2", shape) for shape in narrow] + found
     one, several = [("n4", s) for s in large], [("n6", s) for s in narrow]
+    several += [("n7", shape) for shape in halves]
     return one + [("n5", s) for s in narrow or shapes_in_flight(shapes)] + several + found
 
 
