@@ -12,6 +12,7 @@ from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.registry.problem import Element, Tensor
 
 _MOST_INT = 2**31 - 1
+_OUTPUTS = ("o", "context_o")  # also where a problem has no context_o
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class JointSupports:
 
     def alignment_of(self, tensor: Tensor) -> int:
         """Return the alignment of a tensor's address in bytes: outputs are stored in pairs."""
-        return 2 * tensor.element.bytes if tensor.is_output else self.alignment
+        return 2 * tensor.element.bytes if tensor.name in _OUTPUTS else self.alignment
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -101,7 +102,7 @@ class JointSupports:
                 f"{tensor.name} has stride {strides[-1]} in its last dimension and must have 1: "
                 "call .contiguous()"
             )
-        multiple = 2 if tensor.is_output else self.chunk
+        multiple = 2 if tensor.name in _OUTPUTS else self.chunk
         if any(step % multiple for step in strides[:-1]):
             return (
                 f"{tensor.name} has strides {strides}, of which all but the last must be multiples "
