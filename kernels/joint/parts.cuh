@@ -109,17 +109,17 @@ __device__ __forceinline__ void turn_chunk(float (&x_rmem)[kChunk], const float 
     }
 }
 
-// S (16, B_c) = Q @ K^T of one head, Q in registers.
-template <typename Kernels>
+// S (16, 8 · kTiles) = Q @ K^T of one head, Q in registers.
+template <typename Kernels, int kTiles>
 __device__ __forceinline__ void
-multiply_QK(float (&S_rmem)[1][Kernels::value.B_c / kMmaN][4],
+multiply_QK(float (&S_rmem)[1][kTiles][4],
             const uint32_t (&Q_rmem)[Kernels::value.d_head / kMmaK][1][4], uint32_t K_smem,
             const uint32_t (&K_lane_offset)[4]) {
     constexpr auto cfg = Kernels::value;
 #pragma unroll
     for (int k = 0; k < cfg.d_head / kMmaK; ++k) {
 #pragma unroll
-        for (int n = 0; n < cfg.B_c / kMmaK; ++n) {
+        for (int n = 0; n < kTiles / 2; ++n) {
             uint32_t K_rmem[4];
             ldmatrix_x4(K_rmem,
                         fragment_address<cfg.B_c, cfg.d_head>(K_smem, K_lane_offset, n * kMmaK, k));
@@ -128,15 +128,14 @@ multiply_QK(float (&S_rmem)[1][Kernels::value.B_c / kMmaN][4],
     }
 }
 
-// O (16, d_head) += P @ V of one head.
-template <typename Kernels>
-__device__ __forceinline__ void
-multiply_PV(float (&O_rmem)[1][Kernels::value.d_head / kMmaN][4],
-            const uint32_t (&P_rmem)[Kernels::value.B_c / kMmaK][1][4], uint32_t V_smem,
-            const uint32_t (&lane_offset)[4]) {
+// O (16, d_head) += P (16, 16 · kTiles) @ V of one head.
+template <typename Kernels, int kTiles, int kOTiles>
+__device__ __forceinline__ void multiply_PV(float (&O_rmem)[1][kOTiles][4],
+                                            const uint32_t (&P_rmem)[kTiles][1][4], uint32_t V_smem,
+                                            const uint32_t (&lane_offset)[4]) {
     constexpr auto cfg = Kernels::value;
 #pragma unroll
-    for (int k = 0; k < cfg.B_c / kMmaK; ++k) {
+    for (int k = 0; k < kTiles; ++k) {
 #pragma unroll
         for (int n = 0; n < cfg.d_head / kMmaK; ++n) {
             uint32_t V_rmem[4];

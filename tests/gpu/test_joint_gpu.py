@@ -30,6 +30,12 @@ TILES = [
     if "columns" in fields
 ]
 
+TWO_KERNELS = [
+    JOINT.fixed_config(JOINT.steps[step], Element.BF16).replace(**fields)
+    for step, fields in competing(measured(186))
+    if step in ("jo6", "jo7", "jo8", "jo9")
+]
+
 each_config = each(CONFIGS)
 
 
@@ -105,6 +111,36 @@ def test_the_tiles_with_several_heads_that_compete_are_right(
         problem = JointAttention(3, heads, 186, 16, context=context, rotary=True)
         inputs = draw("normal", problem, cuda_device)
         check(problem, inputs, run(config, problem, inputs))
+
+
+@pytest.mark.parametrize("context", [0, 64, 256])
+@pytest.mark.parametrize("config", TWO_KERNELS, ids=lambda config: config.short_form())
+def test_the_tiles_of_two_kernels_that_compete_are_right(
+    config: JointKernelConfig, context: int, cuda_device: torch.device
+) -> None:
+    for heads in (HEADS, 3):
+        problem = JointAttention(3, heads, 186, 16, context=context, rotary=True)
+        inputs = draw("normal", problem, cuda_device)
+        check(problem, inputs, run(config, problem, inputs))
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.5, 8.0])  # 12, 23, 369 octaves
+@pytest.mark.parametrize("dtype", JOINT.dtypes)
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9"])
+def test_scores_that_grow_by_more_than_P_holds_are_right(
+    step: str, dtype: Element, scale: float, cuda_device: torch.device
+) -> None:
+    """Some samples' first keys point away from their queries, all others towards them."""
+    config = JOINT.fixed_config(JOINT.steps[step], dtype)
+    problem = JointAttention(64, HEADS, 300, 16, dtype, softmax_scale=scale)
+    inputs = draw("normal", problem, cuda_device)
+    noise = torch.Generator(cuda_device).manual_seed(1)
+    for name in ("q", "k"):
+        drift = torch.randn(inputs[name].shape, generator=noise, device=cuda_device) / 16
+        inputs[name] = (1 + drift).to(inputs[name].dtype)
+    inputs["k"][::3, :32].neg_()
+    inputs["k"][1::3, :270].neg_()
+    check(problem, inputs, run(config, problem, inputs))
 
 
 @each_config

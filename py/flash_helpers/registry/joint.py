@@ -49,6 +49,8 @@ NORM, ROTARY, ATTENTION = "norm_kernel", "rotary_kernel", "attention_kernel"
 ONE_PASS = "one_pass"  # norm and rotary embedding in one kernel
 AT_LOAD = "at_load"  # and in the attention kernel from then on, without buffers
 ALL_HEADS = "all_heads"  # a thread block has several heads, and fields `B_r` and `columns`
+ROW_LANES = "row_lanes"  # a row has from 8 to 32 lanes of the norm kernel, not always 32
+ALL_KEYS = "all_keys"  # a thread block has up to 256 keys of a head in shared memory, S of 32
 
 # Buffers: Q and K behind norm and rotary embedding.
 Q_NORMED, K_NORMED = "Q_normed", "K_normed"
@@ -72,6 +74,8 @@ ARGUMENTS = StructLayout(
 
 D_HEADS = (16, 32, 64)
 _BLOCKS = (32, 64)  # of keys
+_LARGE_BLOCKS = (64, 128, 256)
+_KEYS = 32  # of S at once
 _MOST_COLUMNS = 256  # a chunk for each lane of a warp
 _MOST_TILE_COLUMNS = 96  # of O and S together, which a warp has in registers
 
@@ -126,6 +130,11 @@ class JointKernelConfig(Config):
         return self.columns // self.d_head or 1
 
     @property
+    def keys_at_once(self) -> int:
+        """Keys whose S a warp has in its registers."""
+        return _KEYS if ALL_KEYS in self.step.traits else self.B_c
+
+    @property
     def warp_tiles(self) -> int:
         """Tiles of 16 queries of a head that each warp of attention has."""
         return self.block_queries * self.block_heads // (self.n_warps * MMA_M)
@@ -160,14 +169,23 @@ class JointKernelConfig(Config):
             raise ValueError(
                 f"d_head {self.d_head} is not built: choose one of {', '.join(map(str, D_HEADS))}"
             )
-        if self.B_c not in _BLOCKS:
-            raise ValueError(f"B_c {self.B_c} is not 32 or 64: choose one of these")
+        blocks = _LARGE_BLOCKS if ALL_KEYS in self.step.traits else _BLOCKS
+        if self.B_c not in blocks:
+            *others, last = map(str, blocks)
+            raise ValueError(
+                f"B_c {self.B_c} is not {', '.join(others)} or {last}: choose one of these"
+            )
         if not 1 <= self.n_warps <= MAX_WARPS // 2:
             raise ValueError(
                 f"n_warps {self.n_warps} is not from 1 to {MAX_WARPS // 2}: choose 4 or 16"
             )
         if ALL_HEADS in self.step.traits:
             self._check_tile()
+        elif self.B_r or self.columns:
+            raise ValueError(
+                f"B_r {self.B_r} and columns {self.columns}: {self.step.id} has 16 queries of each "
+                "warp and one head; choose 0 for both, or jo4 or jo5"
+            )
 
     def _check_tile(self) -> None:
         """Raises ValueError unless the warps can share the thread block's queries and columns."""
@@ -201,13 +219,20 @@ class JointKernelConfig(Config):
         """Sequences and contexts of any length, with one head size."""
         return JointSupports(self.dtype, self.d_head, CHUNK_BYTES, self.block_queries, self.B_c)
 
+    def _row_lanes(self, problem: JointAttention) -> int:
+        """Return the lanes of a row of norm_kernel."""
+        chunks = problem.heads * (self.d_head // MMA_N)
+        if ROW_LANES not in self.step.traits or chunks > gpu.WARP // 2:
+            return gpu.WARP
+        return gpu.WARP // 2 if chunks > gpu.WARP // 4 else gpu.WARP // 4
+
     def _blocks(self, problem: JointAttention) -> dict[str, tuple[int, int, int]]:
         """Return the grid of each kernel that the problem needs."""
-        rows = problem.batch * (problem.n_queries + problem.n_keys)  # a warp has one
+        rows = problem.batch * (problem.n_queries + problem.n_keys)
         chunks = 2 * problem.batch * problem.length * (problem.heads * self.d_head // MMA_N)
         tiles = -(-problem.n_queries // self.block_queries)
         groups = -(-problem.heads // self.block_heads)
-        grids = {NORM: (-(-rows // self.n_warps), 1, 1)}
+        grids = {NORM: (-(-rows // (self.n_threads // self._row_lanes(problem))), 1, 1)}
         if problem.rotary:
             grids[ROTARY] = (-(-chunks // self.n_threads), 1, 1)
         grids[ATTENTION] = (tiles, groups, problem.batch)
@@ -254,7 +279,7 @@ class JointKernelConfig(Config):
         tiles, groups, batch = self._blocks(problem)[ATTENTION]
         blocks = -(-tiles * groups * batch // device.sms) * device.sms
         rows = blocks * self.block_queries * self.block_heads
-        return rows * -(-problem.n_keys // self.B_c) * self.B_c
+        return rows * -(-problem.n_keys // self.keys_at_once) * self.keys_at_once
 
     def most_runs(self, problem: JointAttention, device: Device) -> int:
         """Return the turns of the longest loop, over blocks of keys, their rows, or the chunks of a
@@ -269,13 +294,14 @@ class JointKernelConfig(Config):
 
     @property
     def loop_unit(self) -> tuple[str, int]:
-        """A block of keys, and the tensor instructions per warp for both of its products."""
-        per_tile = 2 * (self.B_c // MMA_N) * (self.d_head // MMA_K)
-        return "block of K and V", self.warp_tiles * per_tile
+        """The keys that a warp has at once, and its tensor instructions for both products."""
+        per_tile = 2 * (self.keys_at_once // MMA_N) * (self.d_head // MMA_K)
+        name = f"{_KEYS} keys" if ALL_KEYS in self.step.traits else "block of K and V"
+        return name, self.warp_tiles * per_tile
 
     def loop_runs(self, size: int) -> int:
-        """Return the number of blocks of keys."""
-        return -(-size // self.B_c)
+        """Return how often a warp has other keys."""
+        return -(-size // self.keys_at_once)
 
 
 @functools.cache  # a choice asks for them at each call
@@ -334,6 +360,36 @@ JOINT = Family(
             _file(5),
             traits=frozenset({HELD_BACK}),
         ),
+        StepEntry(
+            "lanes_per_row",
+            "a row has as many lanes of the norm kernel as it has chunks, and stays in registers",
+            _file(6),
+            sets={"B_c": 64, "n_warps": 4, "B_r": 0, "columns": 0},
+            opens={"B_r": (0,), "columns": (0,)},
+            traits=frozenset({ROW_LANES, HELD_BACK}),
+            drops=frozenset({AT_LOAD, ALL_HEADS}),
+            parent="jo2",
+        ),
+        StepEntry(
+            "all_keys",
+            "up to 256 keys of a head in shared memory at once",
+            _file(7),
+            sets={"B_c": 256, "n_warps": 16},
+            opens={"B_c": _LARGE_BLOCKS},
+            traits=frozenset({ALL_KEYS, HELD_BACK}),
+        ),
+        StepEntry(
+            "first_maximum",
+            "m is the maximum of a row's first 32 keys, and overflow is found at the end",
+            _file(8),
+            traits=frozenset({HELD_BACK}),
+        ),
+        StepEntry(
+            "sums_by_mma",
+            "tensor cores add up the rows of P, as a column of O",
+            _file(9),
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType(dict.fromkeys((NORM, ROTARY, ATTENTION), ARGUMENTS)),
@@ -341,5 +397,5 @@ JOINT = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=9_000_000,
-    matrix_budget=4_200_000,
+    matrix_budget=6_800_000,
 )

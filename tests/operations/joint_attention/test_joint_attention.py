@@ -192,6 +192,52 @@ def test_heads_of_other_sizes_are_right(step: str, d_head: int) -> None:
     check(config, problem, drawn(problem))
 
 
+@pytest.mark.parametrize("heads", [1, 3, 5, 9, 16, 33])
+def test_rows_of_any_width_have_lanes(heads: int) -> None:
+    """8, 16 or 32 lanes, some without a chunk, or with several."""
+    config = JOINT.fixed_config(JOINT.steps["jo6"], Element.BF16).replace(n_warps=3)
+    problem = JointAttention(2, heads, 5, context=2, rotary=True)
+    check(config, problem, drawn(problem))
+
+
+def opposed(problem: JointAttention, first: int) -> Tensors:
+    """Queries of one direction. The first keys point away from it, so that their scores are as far
+    below 0 as those of the keys behind them are above it."""
+    given = drawn(problem)
+    noise = torch.Generator().manual_seed(1)
+    for name in ("q", "k"):
+        drift = torch.randn(given[name].shape, generator=noise) / 16
+        given[name] = (1 + drift).to(given[name].dtype)
+    given["k"][:, :first].neg_()
+    return given
+
+
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9"])
+@pytest.mark.parametrize(("B_c", "first"), [(256, 32), (64, 64)])
+@pytest.mark.parametrize("dtype", JOINT.dtypes)
+def test_a_maximum_behind_the_first_keys_is_right(
+    step: str, B_c: int, first: int, dtype: Element
+) -> None:
+    """Scores grow by 2 · 16 · scale · log2(e) octaves: by less than P holds, or by more."""
+    config = JOINT.fixed_config(JOINT.steps[step], dtype).replace(B_c=B_c, n_warps=4)
+    for scale in (0.25, 0.5, 8.0):  # 12, 23, 369 octaves
+        problem = JointAttention(1, 1, 70, 16, dtype, softmax_scale=scale)
+        check(config, problem, opposed(problem, first))
+
+
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9"])
+def test_first_keys_of_minus_infinity_are_left_out(step: str) -> None:
+    """Keys that overflow fp16 behind the norm, and scores of -infinity with each query."""
+    config = JOINT.fixed_config(JOINT.steps[step], Element.FP16)
+    problem = JointAttention(1, 1, 64, 16, Element.FP16, context=9, context_queries=False)
+    given = drawn(problem)
+    given["q"][..., 0] = given["q"][..., 0].abs() + 0.1
+    given["k"].zero_()
+    given["k"][..., 0] = -1
+    given["k_weight"].fill_(60000)
+    check(config, problem, given)
+
+
 @pytest.mark.parametrize("step", ["jo1", "jo2", "jo3"])
 def test_any_number_of_warps_shares_a_block_of_keys(step: str) -> None:
     for B_c, n_warps in ((32, 3), (64, 5)):
@@ -242,7 +288,8 @@ def test_a_token_of_the_context_is_one_of_the_sequence_that_is_not_turned(
 
 
 @pytest.mark.parametrize(
-    ("step", "launches"), [("jo1", 3), ("jo2", 2), *((f"jo{number}", 1) for number in (3, 4, 5))]
+    ("step", "launches"),
+    [*zip(JOINT.steps, (3, 2, 1, 1, 1, 2, 2, 2, 2), strict=True)],
 )
 def test_launches_and_buffers_go_from_step_to_step(step: str, launches: int) -> None:
     config = JOINT.fixed_config(JOINT.steps[step], Element.BF16)
@@ -340,6 +387,8 @@ def test_more_than_a_grid_has_is_refused(bf16: JointKernelConfig) -> None:
     [
         ((1, Element.BF16, 128, 64, 4), "d_head 128 is not built: choose one of 16, 32, 64"),
         ((1, Element.BF16, 16, 48, 4), "B_c 48 is not 32 or 64"),
+        ((7, Element.BF16, 16, 32, 8), "B_c 32 is not 64, 128 or 256: choose one of these"),
+        ((6, Element.BF16, 16, 64, 8, 64), "B_r 64 and columns 0: jo6 has 16 queries of each"),
         ((1, Element.BF16, 16, 64, 17), "n_warps 17 is not from 1 to 16"),
         ((1, Element.FP32, 16, 64, 4), "family joint has fp16 and bf16"),
         ((3, Element.BF16, 16, 64, 4, 64, 0), "B_r 64: jo3 fixes B_r 0; choose jo4"),

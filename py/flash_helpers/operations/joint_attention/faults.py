@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_helpers.check.faults import MAIN_LOOP, PROLOGUE, Fault, drop, nth, swap
+from flash_helpers.check.faults import EPILOGUE, MAIN_LOOP, PROLOGUE, Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.ptx import OutOfBoundsError, RaceError
 
-BF16 = Element.BF16
+BF16, FP16 = Element.BF16, Element.FP16
 
 FAULTS = {
     "jo1: a block of keys is read before other warps have copied their part": Fault(
@@ -37,6 +37,22 @@ FAULTS = {
         "jo5", BF16, MAIN_LOOP, r"shfl\.sync\.bfly", swap(r", %r\d+(, %r\d+, %r\d+;)", r", 16\1"),
         nth(3), quantity="o",
     ),
+    "jo6: the sum of a row of 8 lanes goes on over the next row": Fault(
+        "jo6", BF16, MAIN_LOOP, r"setp\.lt\.s32.*, 5;", swap(", 5;", ", 1;"), quantity="o",
+        kernel="norm_kernel",
+    ),
+    "jo7: keys behind the last are not hidden": Fault(
+        "jo7", BF16, MAIN_LOOP, r"setp\.le\.s32", swap(r"setp\.le", "setp.ge"), quantity="o",
+        kernel="attention_kernel",
+    ),
+    "jo8: m follows once every thread has a P that is too large": Fault(
+        "jo8", FP16, MAIN_LOOP, r"bar\.red\.or\.pred", swap(r"red\.or", "red.and"), quantity="o",
+        kernel="attention_kernel",
+    ),
+    "jo9: each lane of four adds all of l": Fault(
+        "jo9", BF16, EPILOGUE, r"mul\.f32 .*0f3E800000", swap("0f3E800000", "0f3F800000"),
+        quantity="o", kernel="attention_kernel",
+    ),
 }  # fmt: skip
 
 
@@ -51,5 +67,5 @@ def device_of(config: Config) -> Device:
 
 
 def distribution_of(config: Config) -> str:
-    """Return the kind of inputs in which every token counts."""
-    return "normal"
+    """Return the kind of inputs in which every token counts; for jo8, that overflow fp16."""
+    return "large_logits" if config.step.id == "jo8" else "normal"

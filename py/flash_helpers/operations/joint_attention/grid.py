@@ -12,6 +12,7 @@ from flash_helpers.operations.joint_attention.problems import MEASURED_HEADS
 _BATCHES = (1, 8, 64, 1024)
 _SIZES = ((64, 0), (186, 0), (186, 64), (186, 256), (512, 64))  # sequence and context
 _BLOCKS, _WARPS = (32, 64), (4, 8, 16)
+_LARGE_BLOCKS = (128, 256)  # from jo7 on
 # Of jo5: keys of a block, warps, queries of a thread block, columns of its heads. jo4 was slower
 # than jo5 on each problem of the grid's first half, and jo3 with fewer warps than with more.
 _TILES = (
@@ -37,16 +38,22 @@ def competing(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
     """Return the step and the fields of each config that competes."""
     one_head = [
         (step, {"d_head": problem.d_head, "B_c": B_c, "n_warps": n_warps})
-        for step, warps in (("jo2", _WARPS), ("jo3", _WARPS[-1:]))
+        for step, warps in (("jo2", _WARPS), ("jo3", _WARPS[-1:]), ("jo6", _WARPS))
         for B_c in _BLOCKS
         for n_warps in warps
     ]
     names = ("B_c", "n_warps", "B_r", "columns")
+    all_keys = [
+        (step, {"d_head": problem.d_head, "B_c": B_c, "n_warps": n_warps})
+        for step in ("jo7", "jo8", "jo9")
+        for B_c in (_LARGE_BLOCKS if problem.n_keys > 128 else _LARGE_BLOCKS[:1])
+        for n_warps in _WARPS
+    ]
     all_heads: list[tuple[str, dict[str, Any]]] = [
         ("jo5", {"d_head": problem.d_head, **dict(zip(names, tile, strict=True))})
         for tile in _TILES
     ]
-    return one_head + all_heads
+    return one_head + all_keys + all_heads
 
 
 def distance(one: JointAttention, other: JointAttention) -> float:
