@@ -9,7 +9,6 @@ decides alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,9 +47,7 @@ def computed(problem: Norm, inputs: Mapping[str, torch.Tensor]) -> Computed:
 
         mean      (k + 1) A, where A is the mean of |x|: additions, and a division
         variance  (k + 4) V: difference and square of an element (2 u, u), additions, a division.
-                  An error d of the mean adds d², since the mean of x - mean is 0. A tree that
-                  combines means of parts rounds each to u A, and their difference to 2 u A. In all
-                  levels that adds 2 sqrt(10) A sqrt(V), by the inequality of Cauchy and Schwarz.
+                  An error d of the mean adds d², since the mean of x - mean is 0.
         rstd      half of the relative error of V + eps, 1 for the sum with eps, and 2.2 of
                   rsqrt.approx, 2^-22.9 [1], all relative to rstd
         y         rstd |weight| d for the mean; of |(x - mean) rstd weight| the error of rstd, and 3
@@ -73,8 +70,7 @@ def computed(problem: Norm, inputs: Mapping[str, torch.Tensor]) -> Computed:
     variance = centred.square().mean(-1, keepdim=True)
     raised = variance + problem.eps
     rstd = raised.rsqrt()
-    of_parts = 2 * math.sqrt(TREES) * U * x.abs().mean(-1, keepdim=True) * variance.sqrt()
-    of_variance = U * (k + 4) * variance + mean_error.square() + (0 if problem.rms else of_parts)
+    of_variance = U * (k + 4) * variance + mean_error.square()
     relative = of_variance / raised / 2 + U * (1 + 2.2)
     scale = inputs["weight"].double() if problem.weight else torch.ones_like(x[0])
     scaled = centred * rstd * scale
