@@ -32,6 +32,7 @@
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "predicated.cuh"
+#include "unpack_again.cuh"
 
 namespace n7 {
 
@@ -79,19 +80,6 @@ __device__ __forceinline__ Moments row_moments(Moments value, Moments *smem) {
     return value;
 }
 
-// A chunk of data that is read once, which does not stay in L1; 0 if it does not exist.
-__device__ __forceinline__ uint4 load_gmem_16_once_if(bool exists, const void *src_gmem) {
-    uint4 chunk = {};
-    asm volatile("{\n\t"
-                 ".reg .pred exists;\n\t"
-                 "setp.ne.b32 exists, %5, 0;\n\t"
-                 "@exists ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
-                 "}"
-                 : "+r"(chunk.x), "+r"(chunk.y), "+r"(chunk.z), "+r"(chunk.w)
-                 : "l"(src_gmem), "r"(int(exists)));
-    return chunk;
-}
-
 // Returns `sum` with x - origin of the elements of a chunk added to it.
 template <DType kDType>
 __device__ __forceinline__ float add_chunk(float sum, uint4 chunk, float origin) {
@@ -104,30 +92,12 @@ __device__ __forceinline__ float add_chunk(float sum, uint4 chunk, float origin)
     return sum;
 }
 
-// unpack_chunk, where `zero` is 0 and the compiler does not know it. Else it would unpack a chunk
-// once, and spill 8 values to keep them instead of 4 words.
-template <DType kDType>
-__device__ __forceinline__ void unpack_again(float (&x_rmem)[kChunkElements<kDType>], uint4 chunk,
-                                             uint32_t zero) {
-    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-    if constexpr (kDType == DType::BF16) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) { // bytes of the word, behind two bytes of 0
-            x_rmem[2 * i] = __uint_as_float(__byte_perm(words[i], 0, 0x1044 ^ zero));
-            x_rmem[2 * i + 1] = __uint_as_float(__byte_perm(words[i], 0, 0x3244 ^ zero));
-        }
-    } else {
-        unpack_chunk<kDType>(x_rmem,
-                             {words[0] ^ zero, words[1] ^ zero, words[2] ^ zero, words[3] ^ zero});
-    }
-}
-
 // Returns `squares` with (x - mean)² of the elements of a chunk added to it.
 template <DType kDType>
 __device__ __forceinline__ float add_squares(float squares, uint4 chunk, float mean,
                                              uint32_t zero = 0) {
     float x_rmem[kChunkElements<kDType>];
-    unpack_again<kDType>(x_rmem, chunk, zero);
+    unpack_chunk_again<kDType>(x_rmem, chunk, zero);
 #pragma unroll
     for (const float x : x_rmem) {
         squares = fmaf(x - mean, x - mean, squares);
@@ -163,7 +133,7 @@ __device__ __forceinline__ uint4 norm_chunk(uint4 chunk, float mean, float rstd,
                                             uint32_t zero = 0, bool exists = true) {
     constexpr int kChunk = kChunkElements<kDType>;
     float x_rmem[kChunk], weight_rmem[kChunk], bias_rmem[kChunk];
-    unpack_again<kDType>(x_rmem, chunk, zero);
+    unpack_chunk_again<kDType>(x_rmem, chunk, zero);
     load_chunk<kDType>(weight_rmem, weight_gmem, element, 1.0f, exists);
     load_chunk<kDType>(bias_rmem, bias_gmem, element, 0.0f, exists);
 #pragma unroll
@@ -233,7 +203,7 @@ __global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blo
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
         const int i = thread + k * kThreads;
-        x_rmem[k] = load_gmem_16_once_if(i < n_chunks, x_chunks_gmem + i);
+        x_rmem[k] = load_gmem_16_once_if(i < n_chunks, x_chunks_gmem + i, uint4{});
     }
     const int first_rest = thread + kChunks * kThreads; // the first chunk not in registers
     const uint32_t zero = kDType == DType::FP32 ? 0 : args.width >> 31; // of a width above 0

@@ -44,10 +44,10 @@ struct SoftmaxClusterKernelConfig {
     constexpr int n_threads() const { return n_warps * 32; }
     // Of 64 registers per thread.
     constexpr int blocks_per_sm() const { return 1024 / n_threads(); }
-    // The next row; a barrier and m and l of each warp and each block, twice.
+    // A barrier and m and l of each warp and each block; before x3 twice, and the next row.
     constexpr int smem_bytes() const {
-        return chunks * n_threads() * 16 +
-               2 * (8 + (n_warps + cluster_blocks) * 2 * int(sizeof(float)));
+        const int sums = 8 + (n_warps + cluster_blocks) * 2 * int(sizeof(float));
+        return softmax_cluster >= 3 ? sums : chunks * n_threads() * 16 + 2 * sums;
     }
     friend auto operator<=>(const SoftmaxClusterKernelConfig &,
                             const SoftmaxClusterKernelConfig &) = default;

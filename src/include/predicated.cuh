@@ -17,6 +17,20 @@ __device__ __forceinline__ uint4 load_gmem_16_if(bool exists, const void *src_gm
     return otherwise;
 }
 
+// The same for data that is read once: it does not stay in L1. NVRTC may load a default argument of
+// this type from memory, so that there is none.
+__device__ __forceinline__ uint4 load_gmem_16_once_if(bool exists, const void *src_gmem,
+                                                      uint4 otherwise) {
+    asm volatile("{\n\t"
+                 ".reg .pred exists;\n\t"
+                 "setp.ne.b32 exists, %5, 0;\n\t"
+                 "@exists ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "+r"(otherwise.x), "+r"(otherwise.y), "+r"(otherwise.z), "+r"(otherwise.w)
+                 : "l"(src_gmem), "r"(int(exists)));
+    return otherwise;
+}
+
 // Stores a chunk if it exists.
 __device__ __forceinline__ void store_gmem_16_if(bool exists, void *dst_gmem, uint4 chunk) {
     asm volatile("{\n\t"

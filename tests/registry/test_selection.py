@@ -85,7 +85,7 @@ class TestSteps:
             ("h99", r"the nearest is h\d+"),
             ("9..7", r"a range goes from the lower to the higher step, such as v7\.\.v9$"),
             ("v9..99", r"the nearest is v\d\d"),
-            ("y3", r"no family has steps y1, y2, …; there are v1 to v\d+.*; the nearest is v3"),
+            ("y6", r"no family has steps y1, y2, …; there are v1 to v\d+.*; the nearest is v6"),
             ("yz3", r"no family has steps yz1, yz2, …; there are v1 to v\d+"),
         ],
     )

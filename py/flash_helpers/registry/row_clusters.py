@@ -27,6 +27,7 @@ BARRIER_BYTES = 8
 
 # Traits of steps.
 ONE_BLOCK = "one_block"  # a row may have one block of the warps that hold most
+ONE_ROW = "one_row"  # a cluster has one row, and the grid a cluster for each
 RING = "ring"  # as many chunks of the next rows are on their way as shared memory has room for
 
 
@@ -70,6 +71,8 @@ class RowClusterConfig(Config):
     @property
     def slots(self) -> int:
         """Chunks of a thread in shared memory, of the next rows of an input."""
+        if ONE_ROW in self.step.traits:
+            return 0
         if RING not in self.step.traits:
             return self.chunks
         return (RING_CHUNKS - self.kept * self.chunks) // self.inputs
@@ -77,17 +80,20 @@ class RowClusterConfig(Config):
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block in bytes: its parts of the next rows and of the
-        vectors that it keeps; a barrier and sums of each warp and each block, twice."""
+        vectors that it keeps; a barrier and sums of each warp and each block, twice where a
+        block has several rows."""
         sums = (self.n_warps + self.cluster_blocks) * self.sum_bytes
         chunks = self.inputs * self.slots + self.kept * self.chunks
-        return chunks * self.n_threads * CHUNK_BYTES + 2 * (BARRIER_BYTES + sums)
+        times = 1 if ONE_ROW in self.step.traits else 2
+        return chunks * self.n_threads * CHUNK_BYTES + times * (BARRIER_BYTES + sums)
 
     @property
     def choices(self) -> Mapping[str, Sequence[int]]:
         """Values that are built, by the name of a field."""
         may_be_one = ONE_BLOCK in self.step.traits
+        only_large = may_be_one and ONE_ROW not in self.step.traits
         return {
-            "n_warps": ONE_BLOCK_WARPS if may_be_one else WARPS,
+            "n_warps": ONE_BLOCK_WARPS if only_large else WARPS,
             "chunks": CHUNKS,
             "cluster_blocks": ONE_BLOCK_CLUSTERS if may_be_one else CLUSTERS,
         }
@@ -110,7 +116,10 @@ class RowClusterConfig(Config):
         return device.resident_clusters(self.cluster_blocks, THREADS_PER_SM // self.n_threads)
 
     def call(self, problem: Any, strides: Strides, device: Device) -> Call:
-        """Return one launch, in which each cluster has every so many-th row."""
+        """Return one launch, in which each cluster has one row or every so many-th row."""
+        clusters = problem.rows
+        if ONE_ROW not in self.step.traits:
+            clusters = min(self.clusters(device), clusters)
         given = (*problem.inputs, *problem.outputs)
         matrices = (tensor.name for tensor in given if len(tensor.axes) > 1)
         values: dict[str, tuple[float, ...]] = {
@@ -122,7 +131,7 @@ class RowClusterConfig(Config):
         ((function, layout),) = self.family.kernels.items()
         launch = Launch(
             kernel=self.kernels[function],
-            grid=(self.cluster_blocks * min(self.clusters(device), problem.rows), 1, 1),
+            grid=(self.cluster_blocks * clusters, 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
             layout=layout,

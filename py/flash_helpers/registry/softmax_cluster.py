@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from flash_helpers import gpu
 from flash_helpers.operations.rows import OPERATION
 from flash_helpers.operations.rows.supports import RowsSupports
 from flash_helpers.registry.config import element, number
@@ -19,7 +20,9 @@ from flash_helpers.registry.row_clusters import (
     ONE_BLOCK,
     ONE_BLOCK_CLUSTERS,
     ONE_BLOCK_WARPS,
+    ONE_ROW,
     TARGETS,
+    WARPS,
     RowClusterConfig,
 )
 from flash_helpers.registry.rows import ARGUMENTS
@@ -56,7 +59,9 @@ class SoftmaxClusterKernelConfig(RowClusterConfig):
     def supports(self) -> RowsSupports:
         """Rows of any length that the config's threads can have, at any element."""
         way_out = "use torch.softmax, or combine the softmax of parts by their maximum and sum"
-        return RowsSupports(self.dtype, *self.widest(way_out))
+        most = gpu.MAX_GRID[0]
+        rows = most // self.cluster_blocks if ONE_ROW in self.step.traits else most
+        return RowsSupports(self.dtype, *self.widest(way_out), max_rows=rows)
 
 
 SOFTMAX_CLUSTER = Family(
@@ -87,12 +92,20 @@ SOFTMAX_CLUSTER = Family(
             sets={"n_warps": 16, "cluster_blocks": 2},
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
+        StepEntry(
+            "cluster_of_a_row",
+            "a cluster of small blocks for each row, of which an SM has blocks of several",
+            "kernels/rows/x3.cuh",
+            sets={"n_warps": 8, "cluster_blocks": 4},
+            opens={"n_warps": WARPS},
+            traits=frozenset({ONE_ROW, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"softmax_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/rows/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=11_500_000,
+    simulated_budget=12_700_000,
     matrix_budget=5_000_000,
 )

@@ -275,6 +275,30 @@ def test_a_block_or_a_cluster_has_one_row_after_the_other(
     assert measure_error(y, right.expected["y"]).within(right.bounds["y"])
 
 
+@pytest.mark.parametrize("distribution", ["normal", "masked"])
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("x3_bf16_w8_c1_k1", 2048),  # one block, and nothing is sent
+        ("x3_bf16_w8_c1_k2", 4096),  # as many as the registers of a cluster hold
+        ("x3_fp16_w8_c2_k4", 1000),  # whole chunks, fewer than threads
+        ("x3_fp16_w8_c1_k2", 4098),  # longer than the registers
+        ("x3_fp32_w16_c1_k8", 20),  # fewer chunks than blocks
+    ],
+)
+def test_a_cluster_of_its_own_has_each_row(text: str, width: int, distribution: str) -> None:
+    config = SoftmaxClusterKernelConfig.from_short_form(text)
+    problem = Rows(3, width, config.dtype)
+    (launch,) = config.call(problem, problem.strides(), largest_device(90)).launches
+    assert launch.grid == (3 * config.cluster_blocks, 1, 1)
+    assert "split the call by rows" in config.refusal(
+        replace(problem, rows=2**31 // config.cluster_blocks)
+    )
+    x = draw(distribution, problem)["x"]
+    check(config, x)
+    check(config, padded(x, gap=0, first=1))  # not at a multiple of 16 bytes
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_helpers.check.faults import Fault, nth, swap
+from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.ptx import (
+    AbsentBlockError,
     MisalignedError,
     OutOfBoundsError,
     PendingCopyError,
@@ -49,6 +50,10 @@ FAULTS = {
     "x2: the bytes of one block are expected instead of two": Fault(
         "x2", BF16, MAIN_LOOP, r"mbarrier\.arrive\.expect_tx", swap(r"%r\d+;", "8;"),
         nth(0), PendingCopyError, "value = parts_smem[0]",
+    ),
+    "x3: a block sends before the others have begun": Fault(
+        "x3", BF16, MAIN_LOOP, r"barrier\.cluster\.wait", drop, nth(0),
+        AbsentBlockError, "send(in_block(dst_smem",
     ),
 }  # fmt: skip
 

@@ -29,7 +29,8 @@ GROUPS = {
 }
 GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 512  # of a row
-WIDE_CHUNKS = 8  # of a thread of a persistent block
+WIDE_CHUNKS = 8  # of a thread of a cluster
+ONE_ROW_WARPS = (8, 16)  # of a block of a cluster that has one row
 
 
 def competing(problem: Rows) -> list[tuple[str, Fields]]:
@@ -38,10 +39,12 @@ def competing(problem: Rows) -> list[tuple[str, Fields]]:
     wide = competing_clusters(
         problem.width, problem.dtype, WIDE_CHUNKS, ONE_BLOCK_WARPS, ONE_BLOCK_CLUSTERS
     )
+    one_row = competing_clusters(problem.width, problem.dtype, WIDE_CHUNKS, ONE_ROW_WARPS)
     narrow = list(narrow_in_flight(shapes))
     return [
         *(("s4", shape) for shape in beside_narrow(shapes, narrow)),
         *(("s5", shape) for shape in narrow),
+        *(("x3", shape) for shape in one_row),
         *(("x2" if shape["cluster_blocks"] > 1 else "x1", shape) for shape in wide),
     ]
 
