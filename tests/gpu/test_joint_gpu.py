@@ -11,18 +11,20 @@ from gpu_problems import each
 
 import flash_attention
 from flash_helpers.check.errors import measure_error
-from flash_helpers.kernel_configs import Element, get_listed_configs
-from flash_helpers.operations.joint_attention import baselines
+from flash_helpers.kernel_configs import FAMILIES, Config, Element, get_listed_configs
+from flash_helpers.operations.joint_attention import OPERATION, baselines
 from flash_helpers.operations.joint_attention.grid import competing
 from flash_helpers.operations.joint_attention.inputs import draw
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.operations.joint_attention.problems import DISTRIBUTIONS, measured
 from flash_helpers.operations.joint_attention.reference import reference
-from flash_helpers.registry.joint import D_HEADS, JOINT, JointKernelConfig
+from flash_helpers.registry.joint import D_HEADS, JOINT
+from flash_helpers.registry.joint_cluster import JOINT_CLUSTER
 
 pytestmark = pytest.mark.gpu
 
-CONFIGS = [config for config in get_listed_configs() if config.family is JOINT]
+CONFIGS = [config for config in get_listed_configs() if config.family.operation is OPERATION]
+STEPS = {**JOINT.steps, **JOINT_CLUSTER.steps}
 HEADS = 8
 TILES = [
     JOINT.fixed_config(JOINT.steps[step], Element.BF16).replace(**fields)
@@ -35,12 +37,23 @@ TWO_KERNELS = [
     for step, fields in competing(measured(186))
     if step in ("jo6", "jo7", "jo8", "jo9")
 ]
+CLUSTERS = [
+    JOINT_CLUSTER.fixed_config(JOINT_CLUSTER.steps[step], Element.BF16).replace(**fields)
+    for length in (64, 186, 450, 512)
+    for step, fields in competing(measured(length))
+    if step in JOINT_CLUSTER.steps
+]
 
 each_config = each(CONFIGS)
 
 
+def taking(config: Config, problem: JointAttention) -> Config:
+    """The config, or one of its variants, which has more keys, that takes the problem."""
+    return next(variant for variant in config.variants() if not variant.refusal(problem))
+
+
 def run(
-    config: JointKernelConfig, problem: JointAttention, inputs: dict[str, torch.Tensor]
+    config: Config, problem: JointAttention, inputs: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The outputs; that of the context begins as NaN."""
     given = dict(inputs)
@@ -64,7 +77,7 @@ def check(
 @pytest.mark.parametrize("length", [1, 64, 186, 512])
 @pytest.mark.parametrize("context", [0, 1, 64, 256])
 def test_the_sizes_of_the_target_are_right(
-    config: JointKernelConfig, length: int, context: int, cuda_device: torch.device
+    config: Config, length: int, context: int, cuda_device: torch.device
 ) -> None:
     for has_queries in (True, False) if context else (True,):
         problem = JointAttention(
@@ -74,13 +87,13 @@ def test_the_sizes_of_the_target_are_right(
             rotary=True,
         )
         inputs = draw("normal", problem, cuda_device, seed=length)
-        check(problem, inputs, run(config, problem, inputs))
+        check(problem, inputs, run(taking(config, problem), problem, inputs))
 
 
 @each_config
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_all_inputs_are_right_and_bits_repeat(
-    config: JointKernelConfig, distribution: str, cuda_device: torch.device
+    config: Config, distribution: str, cuda_device: torch.device
 ) -> None:
     problem = JointAttention(64, HEADS, 186, 16, config.dtype, context=64, rotary=True)
     inputs = draw(distribution, problem, cuda_device)
@@ -92,11 +105,12 @@ def test_all_inputs_are_right_and_bits_repeat(
 
 
 @pytest.mark.parametrize("d_head", D_HEADS)
-@pytest.mark.parametrize("step", JOINT.steps)
+@pytest.mark.parametrize("step", STEPS)
 def test_other_head_sizes_without_rotary_embedding_are_right(
     step: str, d_head: int, cuda_device: torch.device
 ) -> None:
-    config = JOINT.fixed_config(JOINT.steps[step], Element.BF16).of_size(d_head)
+    family = FAMILIES[STEPS[step].family]
+    config = family.fixed_config(STEPS[step], Element.BF16).of_size(d_head)
     problem = JointAttention(2, 5, 100, d_head, context=30, eps=1e-3, softmax_scale=0.2)
     inputs = draw("normal", problem, cuda_device)
     check(problem, inputs, run(config, problem, inputs))
@@ -105,7 +119,7 @@ def test_other_head_sizes_without_rotary_embedding_are_right(
 @pytest.mark.parametrize("context", [0, 64])
 @pytest.mark.parametrize("config", TILES, ids=lambda config: config.short_form())
 def test_the_tiles_with_several_heads_that_compete_are_right(
-    config: JointKernelConfig, context: int, cuda_device: torch.device
+    config: Config, context: int, cuda_device: torch.device
 ) -> None:
     for heads in (HEADS, 3):
         problem = JointAttention(3, heads, 186, 16, context=context, rotary=True)
@@ -116,7 +130,7 @@ def test_the_tiles_with_several_heads_that_compete_are_right(
 @pytest.mark.parametrize("context", [0, 64, 256])
 @pytest.mark.parametrize("config", TWO_KERNELS, ids=lambda config: config.short_form())
 def test_the_tiles_of_two_kernels_that_compete_are_right(
-    config: JointKernelConfig, context: int, cuda_device: torch.device
+    config: Config, context: int, cuda_device: torch.device
 ) -> None:
     for heads in (HEADS, 3):
         problem = JointAttention(3, heads, 186, 16, context=context, rotary=True)
@@ -124,9 +138,23 @@ def test_the_tiles_of_two_kernels_that_compete_are_right(
         check(problem, inputs, run(config, problem, inputs))
 
 
+@pytest.mark.parametrize("context", [0, 64])
+@pytest.mark.parametrize("config", dict.fromkeys(CLUSTERS), ids=lambda c: c.short_form())
+def test_the_clusters_that_compete_are_right(
+    config: Config, context: int, cuda_device: torch.device
+) -> None:
+    """With as many keys as a thread block has, and on all SMs at once."""
+    for batch, heads in ((200, HEADS), (3, 5)):
+        problem = JointAttention(
+            batch, heads, config.supports.B_c - context, 16, context=context, rotary=True
+        )
+        inputs = draw("normal", problem, cuda_device)
+        check(problem, inputs, run(config, problem, inputs))
+
+
 @pytest.mark.parametrize("scale", [0.25, 0.5, 8.0])  # 12, 23, 369 octaves
 @pytest.mark.parametrize("dtype", JOINT.dtypes)
-@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9"])
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jc1"])
 def test_scores_that_grow_by_more_than_P_holds_are_right(
     step: str, dtype: Element, scale: float, cuda_device: torch.device
 ) -> None:
@@ -145,7 +173,7 @@ def test_scores_that_grow_by_more_than_P_holds_are_right(
 
 @each_config
 def test_slices_of_packed_projections_are_taken_as_they_are(
-    config: JointKernelConfig, cuda_device: torch.device
+    config: Config, cuda_device: torch.device
 ) -> None:
     problem = JointAttention(1024, HEADS, 186, 16, config.dtype, context=20, rotary=True)
     inputs = draw("normal", problem, cuda_device)
@@ -165,9 +193,7 @@ def test_slices_of_packed_projections_are_taken_as_they_are(
 
 
 @each_config
-def test_a_cuda_graph_replays_with_new_inputs(
-    config: JointKernelConfig, cuda_device: torch.device
-) -> None:
+def test_a_cuda_graph_replays_with_new_inputs(config: Config, cuda_device: torch.device) -> None:
     problem = JointAttention(2, HEADS, 65, 16, config.dtype, context=7, rotary=True)
     draws = [draw("normal", problem, cuda_device, seed=seed) for seed in range(2)]
     given = {name: x.clone() for name, x in draws[0].items()}

@@ -48,6 +48,7 @@ TAKEN_WHERE_MEASURED = {
     "softmax_backward_cluster",
     "norm_backward_staged",
     "norm_backward_cluster",
+    "joint_cluster",
 }
 """Families of which calls take no step but where it was the fastest on a measured grid."""
 

@@ -72,6 +72,22 @@ ARGUMENTS = StructLayout(
     ),
 )
 
+
+def call_values(problem: JointAttention, strides: Strides) -> dict[str, tuple[float, ...]]:
+    """Return the arguments of a kernel but for addresses, by name."""
+    names = {tensor.name for tensor in (*problem.inputs, *problem.outputs)}
+    return {
+        **{f"{name}_strides": strides[name][:2] for name in _STRIDED if name in names},
+        "batch": (problem.batch,),
+        "length": (problem.length,),
+        "context": (problem.context,),
+        "context_queries": (problem.n_queries - problem.length,),
+        "heads": (problem.heads,),
+        "eps": (problem.eps,),
+        "scale": (problem.softmax_scale * math.log2(math.e),),
+    }
+
+
 D_HEADS = (16, 32, 64)
 _BLOCKS = (32, 64)  # of keys
 _LARGE_BLOCKS = (64, 128, 256)
@@ -249,16 +265,7 @@ class JointKernelConfig(Config):
             )
         names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
         pointers = [*names, *(buffer.name for buffer in buffers)]
-        values: dict[str, tuple[float, ...]] = {
-            **{f"{name}_strides": strides[name][:2] for name in _STRIDED if name in names},
-            "batch": (problem.batch,),
-            "length": (problem.length,),
-            "context": (problem.context,),
-            "context_queries": (problem.n_queries - problem.length,),
-            "heads": (problem.heads,),
-            "eps": (problem.eps,),
-            "scale": (problem.softmax_scale * math.log2(math.e),),
-        }
+        values = call_values(problem, strides)
         launches = tuple(
             Launch(
                 kernel=self.kernels[function],

@@ -14,7 +14,7 @@ from tiers import committed, each
 import flash_attention
 from flash_attention import multimodal
 from flash_helpers.check.errors import measure_error
-from flash_helpers.kernel_configs import Element
+from flash_helpers.kernel_configs import FAMILIES, Config, Element
 from flash_helpers.operations.joint_attention import OPERATION
 from flash_helpers.operations.joint_attention.baselines import attended, run
 from flash_helpers.operations.joint_attention.grid import UNRELATED, distance
@@ -23,12 +23,19 @@ from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.operations.joint_attention.problems import DISTRIBUTIONS
 from flash_helpers.operations.joint_attention.reference import joint_float64, reference
 from flash_helpers.registry.joint import JOINT, JointKernelConfig
+from flash_helpers.registry.joint_cluster import JOINT_CLUSTER, JointClusterKernelConfig
 from flash_helpers.runtime.call import prepare
 
 CONFIGS = committed(OPERATION)
 Tensors = dict[str, torch.Tensor]
 
+STEPS = {**JOINT.steps, **JOINT_CLUSTER.steps}
+
 each_config = each(CONFIGS)
+
+
+def fixed(step: str, dtype: Element = Element.BF16) -> Config:
+    return FAMILIES[STEPS[step].family].fixed_config(STEPS[step], dtype)
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def drawn(problem: JointAttention, distribution: str = "normal") -> Tensors:
     return found
 
 
-def check(config: JointKernelConfig, problem: JointAttention, given: Tensors) -> Tensors:
+def check(config: Config, problem: JointAttention, given: Tensors) -> Tensors:
     """Simulate, watched, and compare with the reference; return the outputs."""
     call = prepare(config, *problem.arranged(given), **problem.call_options())
     assert call.problem == problem
@@ -185,9 +192,9 @@ def test_slices_of_a_packed_projection_are_taken_as_they_are(config: JointKernel
 
 
 @pytest.mark.parametrize("d_head", [32, 64])
-@pytest.mark.parametrize("step", JOINT.steps)
+@pytest.mark.parametrize("step", STEPS)
 def test_heads_of_other_sizes_are_right(step: str, d_head: int) -> None:
-    config = JOINT.fixed_config(JOINT.steps[step], Element.BF16).of_size(d_head)
+    config = fixed(step).of_size(d_head)
     problem = JointAttention(1, 2, 19, d_head, context=2, rotary=True)
     check(config, problem, drawn(problem))
 
@@ -225,16 +232,50 @@ def test_a_maximum_behind_the_first_keys_is_right(
         check(config, problem, opposed(problem, first))
 
 
-@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9"])
+@pytest.mark.parametrize("first", [32, 64])
+@pytest.mark.parametrize("dtype", JOINT_CLUSTER.dtypes)
+def test_warps_begin_again_alone_where_all_keys_are_there(dtype: Element, first: int) -> None:
+    """Queries of the first warp see the keys as before; those of the others are opposed to them."""
+    config = fixed("jc1", dtype).replace(B_c=128, n_warps=4)
+    for scale in (0.25, 0.5, 8.0):
+        problem = JointAttention(1, 2, 70, 16, dtype, softmax_scale=scale)
+        given = opposed(problem, first)
+        given["q"][:, :16] = drawn(problem)["q"][:, :16]
+        check(config, problem, given)
+
+
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jc1"])
 def test_first_keys_of_minus_infinity_are_left_out(step: str) -> None:
     """Keys that overflow fp16 behind the norm, and scores of -infinity with each query."""
-    config = JOINT.fixed_config(JOINT.steps[step], Element.FP16)
+    config = fixed(step, Element.FP16)
     problem = JointAttention(1, 1, 64, 16, Element.FP16, context=9, context_queries=False)
     given = drawn(problem)
     given["q"][..., 0] = given["q"][..., 0].abs() + 0.1
     given["k"].zero_()
     given["k"][..., 0] = -1
     given["k_weight"].fill_(60000)
+    check(config, problem, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "d_head"),
+    [
+        ("jc1_bf16_d16_Bc64_w3_k8", 7, 16),
+        ("jc1_fp16_d16_Bc64_w1_k2", 1, 16),  # three thread blocks of queries
+        ("jc1_bf16_d16_Bc64_w5_k4", 3, 16),
+        ("jc1_bf16_d32_Bc64_w2_k2", 2, 32),  # more lanes of a row than blocks
+        ("jc1_bf16_d64_Bc64_w4_k8", 6, 64),
+    ],
+)
+def test_clusters_with_any_number_of_heads_are_right(name: str, heads: int, d_head: int) -> None:
+    """Each head is scaled by another power of two, so that the norm needs the sums of all heads."""
+    config = JointClusterKernelConfig.from_short_form(name)
+    problem = JointAttention(2, heads, 34, d_head, config.dtype, context=3, rotary=True)
+    given = drawn(problem)
+    factors = torch.tensor([0.5 ** (head % 5) for head in range(heads)]).repeat_interleave(d_head)
+    for stream in ("", "context_"):
+        for x in "qk":
+            given[stream + x] *= factors.to(given[stream + x].dtype)
     check(config, problem, given)
 
 
@@ -323,6 +364,27 @@ def test_a_thread_block_has_some_queries_and_heads(
     assert launch.shared_bytes == config.smem_bytes <= 99 * 1024
 
 
+def test_a_cluster_has_the_heads_of_some_queries_of_a_sample() -> None:
+    problem = OPERATION.measured(186)
+    for n_warps, tiles in ((16, 1), (8, 2), (4, 4)):
+        config = fixed("jc1").replace(n_warps=n_warps)
+        call = config.call(problem, problem.strides(), device_of_all())
+        (launch,) = call.launches
+        assert launch.grid == (tiles, 8, 64)
+        assert launch.cluster == (1, 8, 1)
+        assert not call.buffers
+    config = fixed("jc1").replace(cluster_blocks=4)
+    (launch,) = config.call(replace(problem, heads=3), problem.strides(), device_of_all()).launches
+    assert launch.grid == (1, 4, 64)
+
+
+def test_other_configs_of_clusters_take_more_keys() -> None:
+    problem = JointAttention(1, 8, 512, context=64)
+    assert "576 keys, over the limit 256" in fixed("jc1").refusal(problem)
+    taking = [c.short_form() for c in fixed("jc1").variants() if not c.refusal(problem)]
+    assert taking == ["jc1_bf16_d16_Bc768_w16_k8"]
+
+
 def device_of_all():
     return OPERATION.part("faults").device_of(JOINT.progression()[0])
 
@@ -379,6 +441,9 @@ def test_more_than_a_grid_has_is_refused(bf16: JointKernelConfig) -> None:
     assert "batch 65536 is over the limit 65535" in bf16.refusal(JointAttention(65536, 1, 1))
     assert "heads 65536 is over the limit" in bf16.refusal(JointAttention(1, 65536, 1))
     assert not bf16.refusal(JointAttention(1024, 8, 186, context=256))
+    assert "heads 9 is over the limit 8 of the thread blocks" in fixed("jc1").refusal(
+        JointAttention(1, 9, 1)
+    )
     assert "split the call by batch" in bf16.refusal(JointAttention(2**15, 8, 2**15))
 
 
@@ -403,6 +468,21 @@ def test_more_than_a_grid_has_is_refused(bf16: JointKernelConfig) -> None:
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(fields, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         JointKernelConfig(*fields)
+
+
+@pytest.mark.parametrize(
+    ("tile", "text"),
+    [
+        ("d128_Bc256_w16_k8", "d_head 128 is not built: choose one of 16, 32, 64"),
+        ("d16_Bc96_w16_k8", "B_c 96 is not built: choose one of 64, 128, 256, 512, 768"),
+        ("d16_Bc256_w16_k3", "cluster_blocks 3 is not built: choose one of 2, 4, 8"),
+        ("d16_Bc256_w17_k8", "n_warps 17 is not from 1 to 16"),
+        ("d64_Bc768_w16_k8", "233472 bytes of shared memory, over the limit 232448"),
+    ],
+)
+def test_a_config_of_clusters_that_cannot_be_built_is_refused(tile: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        JointClusterKernelConfig.from_short_form(f"jc1_bf16_{tile}")
 
 
 def test_the_choice_knows_problems_by_their_tokens_and_samples() -> None:

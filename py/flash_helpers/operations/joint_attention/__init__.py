@@ -37,7 +37,7 @@ OPERATION = Operation(
         "triton_joint": "Triton",
     },
     metric=TFLOPS,
-    families=("joint:JOINT",),
+    families=("joint:JOINT", "joint_cluster:JOINT_CLUSTER"),
     # 110 ms for the 80,000 operations of the small problem, the mean of jo1 to jo3, measured
     simulated_ns=110e6 / 80_000,
 )

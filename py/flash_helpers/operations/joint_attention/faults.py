@@ -9,7 +9,7 @@ from flash_helpers.check.faults import EPILOGUE, MAIN_LOOP, PROLOGUE, Fault, dro
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.joint_attention.problem import JointAttention
-from flash_helpers.ptx import OutOfBoundsError, RaceError
+from flash_helpers.ptx import AbsentBlockError, OutOfBoundsError, RaceError
 
 BF16, FP16 = Element.BF16, Element.FP16
 
@@ -52,6 +52,14 @@ FAULTS = {
     "jo9: each lane of four adds all of l": Fault(
         "jo9", BF16, EPILOGUE, r"mul\.f32 .*0f3E800000", swap("0f3E800000", "0f3F800000"),
         quantity="o", kernel="attention_kernel",
+    ),
+    "jc1: the sums of other heads are read before these are written": Fault(
+        "jc1", BF16, PROLOGUE, r"barrier\.cluster\.(arrive|wait)", drop, slice(2),
+        AbsentBlockError, "load_cluster",
+    ),
+    "jc1: a thread block ends while others read its sums": Fault(
+        "jc1", BF16, EPILOGUE, r"barrier\.cluster\.wait", drop, nth(-1), AbsentBlockError,
+        "load_cluster",
     ),
 }  # fmt: skip
 

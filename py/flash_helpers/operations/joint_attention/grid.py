@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flash_helpers import gpu
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.operations.joint_attention.problems import MEASURED_HEADS
 
@@ -13,6 +14,7 @@ _BATCHES = (1, 8, 64, 1024)
 _SIZES = ((64, 0), (186, 0), (186, 64), (186, 256), (512, 64))  # sequence and context
 _BLOCKS, _WARPS = (32, 64), (4, 8, 16)
 _LARGE_BLOCKS = (128, 256)  # from jo7 on
+_CLUSTER_BLOCKS = (64, 256, 512, 768)  # keys of jc1, which has all of them
 # Of jo5: keys of a block, warps, queries of a thread block, columns of its heads. jo4 was slower
 # than jo5 on each problem of the grid's first half, and jo3 with fewer warps than with more.
 _TILES = (
@@ -53,7 +55,20 @@ def competing(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
         ("jo5", {"d_head": problem.d_head, **dict(zip(names, tile, strict=True))})
         for tile in _TILES
     ]
-    return one_head + all_keys + all_heads
+    return one_head + all_keys + all_heads + _of_clusters(problem)
+
+
+def _of_clusters(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
+    """Return those of jc1, with no more keys than the problem needs; none for more heads than a
+    cluster has blocks."""
+    if problem.heads > gpu.PORTABLE_CLUSTER:
+        return []
+    blocks = [B_c for B_c in _CLUSTER_BLOCKS if B_c >= problem.n_keys][:1]
+    return [
+        ("jc1", {"d_head": problem.d_head, "B_c": B_c, "n_warps": n_warps})
+        for B_c in blocks
+        for n_warps in _WARPS
+    ]
 
 
 def distance(one: JointAttention, other: JointAttention) -> float:

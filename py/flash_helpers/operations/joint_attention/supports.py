@@ -11,6 +11,8 @@ from flash_helpers import gpu
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.registry.problem import Element, Tensor
 
+CLUSTER_KEYS = (64, 128, 256, 512, 768)
+"""Most keys of the configs in which a thread block has all keys of a head."""
 _MOST_INT = 2**31 - 1
 _OUTPUTS = ("o", "context_o")  # also where a problem has no context_o
 
@@ -135,3 +137,59 @@ class JointSupports:
         yield JointAttention(1, 1, 5, *own, context=2, context_queries=False, rotary=True)
         yield JointAttention(1, 17, 3, *own, context=2)
         yield JointAttention(1, 1, self.B_r - 1, *own, context=3, rotary=True)
+
+
+@dataclass(frozen=True)
+class JointClusterSupports(JointSupports):
+    """Problems of kernels in which a cluster has the heads of a sample, and a thread block all keys
+    of a head. `B_c`: the most keys. `cluster_blocks`: the most heads."""
+
+    cluster_blocks: int
+
+    def refusal(self, problem: JointAttention, kernel: str) -> str:
+        """Return the reason why the kernel does not take a problem, with the way out; "" if it
+        does.
+
+        `kernel`: the kernel's name in the text.
+        """
+        if found := super().refusal(problem, kernel):
+            return found
+        if problem.heads > self.cluster_blocks:
+            return (
+                f"heads {problem.heads} is over the limit {self.cluster_blocks} of the thread "
+                f"blocks of a cluster ({kernel}): choose a config of {gpu.PORTABLE_CLUSTER}, or a "
+                "step of family joint"
+            )
+        if problem.n_keys > self.B_c:
+            return (
+                f"length {problem.length} and context {problem.context} have {problem.n_keys} "
+                f"keys, over the limit {self.B_c} of shared memory ({kernel}): choose a config "
+                "with a larger B_c, or a step of family joint"
+            )
+        return ""
+
+    def described(self) -> dict[str, str]:
+        """Return the accepted problems in words: quantities by name."""
+        return {
+            **super().described(),
+            "length": f"with the context up to B_c, at most {CLUSTER_KEYS[-1]}",
+            "heads": f"1 to {self.cluster_blocks}, of {self.d_head} elements",
+        }
+
+    def corners(self) -> Iterator[JointAttention]:
+        """Yield small problems at the edges of the declaration: one token; all keys of a block,
+        in a sequence and in a context; one query less than a thread block has.
+
+        Others have a context without queries, and as many heads as a cluster has blocks.
+        """
+        own = (self.d_head, self.dtype)
+        yield JointAttention(1, 1, 1, *own)
+        yield JointAttention(1, 1, self.B_c, *own, rotary=True)
+        yield JointAttention(
+            2, min(3, self.cluster_blocks), 17, *own, context=1, rotary=True, eps=0.1
+        )
+        yield JointAttention(1, 2, 1, *own, context=self.B_c - 1, softmax_scale=0.1)
+        yield JointAttention(1, 1, 5, *own, context=2, context_queries=False, rotary=True)
+        yield JointAttention(1, self.cluster_blocks, 3, *own, context=2)
+        queries = min(self.B_r - 1, self.B_c)
+        yield JointAttention(1, 1, queries, *own, context=self.B_c - queries, rotary=True)
