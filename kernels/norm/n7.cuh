@@ -15,9 +15,12 @@
 // threads wait for sums. With two blocks, one loads while the other computes.
 //   A tree over 512 threads is 9 shuffles in a chain and a barrier. In n4 a row waits for two.
 //   Weight and bias are 128 KB of an L1 of 256 KB, and two rows of x would take as much.
-//   Chan's formula squares differences of means. They are counted from the row's first element, so
-// that rounding does not change them where the mean of the row is far from 0. Its shares,
-// n_b / (n_a + n_b), cost an RCP per level.
+//   Chan's formula squares differences of means. Lanes count theirs from the mean of the first
+//   lane,
+// and add what rounding has left of them, so that they are exact enough where the mean of the row
+// is far from 0. A mean counted from an element of the row would need no second sum, but ptxas
+// waits for that element in front of other loads. The shares, n_b / (n_a + n_b), cost an RCP per
+// level.
 //   Cost: 3 shuffles per level instead of 1, and 12 bytes per warp instead of 8.
 // Expected, as a share of a copy: 93% at a width of 32768, where n4 has 84%.
 //
@@ -59,11 +62,12 @@ __device__ __forceinline__ Moments shuffle_xor(Moments value, int lanes) {
 // over the lanes of each warp, then by one over the row's warps, if it has several. smem: (warps of
 // the block).
 template <int kThreads>
-__device__ __forceinline__ Moments row_moments(Moments value, Moments *smem) {
+__device__ __forceinline__ Moments row_moments(Moments value, float origin, Moments *smem) {
 #pragma unroll
     for (int lanes = 1; lanes < kThreads && lanes < 32; lanes *= 2) {
         value = combine(value, shuffle_xor(value, lanes));
     }
+    value.mean += origin; // rounding changes means of warps far less than the bound of rstd
     if constexpr (kThreads > 32) {
         constexpr int kWarps = kThreads / 32; // of a row
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -80,26 +84,28 @@ __device__ __forceinline__ Moments row_moments(Moments value, Moments *smem) {
     return value;
 }
 
-// Returns `sum` with x - origin of the elements of a chunk added to it.
+// Returns `sum` with the elements of a chunk added to it.
 template <DType kDType>
-__device__ __forceinline__ float add_chunk(float sum, uint4 chunk, float origin) {
+__device__ __forceinline__ float add_chunk(float sum, uint4 chunk) {
     float x_rmem[kChunkElements<kDType>];
     unpack_chunk<kDType>(x_rmem, chunk);
 #pragma unroll
     for (const float x : x_rmem) {
-        sum += x - origin;
+        sum += x;
     }
     return sum;
 }
 
-// Returns `squares` with (x - mean)² of the elements of a chunk added to it.
+// Returns `squares` with (x - mean)² of the elements of a chunk added to it; adds x - mean to
+// `rest`.
 template <DType kDType>
-__device__ __forceinline__ float add_squares(float squares, uint4 chunk, float mean,
+__device__ __forceinline__ float add_squares(float squares, float &rest, uint4 chunk, float mean,
                                              uint32_t zero = 0) {
     float x_rmem[kChunkElements<kDType>];
     unpack_chunk_again<kDType>(x_rmem, chunk, zero);
 #pragma unroll
     for (const float x : x_rmem) {
+        rest += x - mean;
         squares = fmaf(x - mean, x - mean, squares);
     }
     return squares;
@@ -209,47 +215,47 @@ __global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blo
     const uint32_t zero = kDType == DType::FP32 ? 0 : args.width >> 31; // of a width above 0
 
     // 2. mean = Σ x / width and rstd = 1 / sqrt(Σ (x - mean)² / width + eps); at first those of the
-    // thread's elements, and the mean counted from the row's first element
-    const float x_0 = width > 0 ? to_float<kDType>(__ldg(x_gmem)) : 0.0f;
-    const float origin = fabsf(x_0) < INFINITY ? x_0 : 0.0f;
+    // thread's elements
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
-        sum += thread + k * kThreads < n_edges ? x_edges[k] - origin : 0.0f;
+        sum += x_edges[k];
     }
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-        if (thread + k * kThreads < n_chunks) {
-            sum = add_chunk<kDType>(sum, x_rmem[k], origin);
-        }
+        sum = add_chunk<kDType>(sum, x_rmem[k]); // nothing, where there is no chunk
     }
 #pragma unroll 1
     for (int i = first_rest; i < n_chunks; i += kThreads) {
-        sum = add_chunk<kDType>(sum, __ldg(x_chunks_gmem + i), origin);
+        sum = add_chunk<kDType>(sum, __ldg(x_chunks_gmem + i));
     }
     const auto own = [&](int n) { return (n - thread + kThreads - 1) / kThreads; }; // of n
     const float n = own(n_chunks) * kChunk + own(n_edges);
-    const float from_origin = n > 0.0f ? __fdividef(sum, n) : 0.0f;
-    const float own_mean = origin + from_origin;
-    float squares = 0.0f;
+    const float own_mean = n > 0.0f ? __fdividef(sum, n) : 0.0f; // but for rounding
+    float squares = 0.0f, rest = 0.0f;
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
         if (thread + k * kThreads < n_edges) { // else (0 - own_mean)² would be added
+            rest += x_edges[k] - own_mean;
             squares = fmaf(x_edges[k] - own_mean, x_edges[k] - own_mean, squares);
         }
     }
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
         if (thread + k * kThreads < n_chunks) {
-            squares = add_squares<kDType>(squares, x_rmem[k], own_mean, zero & 1);
+            squares = add_squares<kDType>(squares, rest, x_rmem[k], own_mean, zero & 1);
         }
     }
 #pragma unroll 1
     for (int i = first_rest; i < n_chunks; i += kThreads) {
-        squares = add_squares<kDType>(squares, __ldg(x_chunks_gmem + i), own_mean);
+        squares = add_squares<kDType>(squares, rest, __ldg(x_chunks_gmem + i), own_mean);
     }
-    const auto [_, distance, M2] = row_moments<kThreads>({n, from_origin, squares}, smem);
-    const float mean = origin + distance;
+    // The lanes of a row count their means from that of the first, without its rounding.
+    const float first_mean = __shfl_sync(0xffffffff, own_mean, 0, min(kThreads, 32));
+    const float origin = fabsf(first_mean) < INFINITY ? first_mean : 0.0f;
+    rest = rest == rest ? __fdividef(rest, n) : 0.0f;
+    const float distance = n > 0.0f ? own_mean - origin + rest : 0.0f;
+    const auto [_, mean, M2] = row_moments<kThreads>({n, distance, squares}, origin, smem);
     const float rstd = rsqrtf(__fdividef(M2, width) + args.eps);
 
     // 3. y = (x - mean) · rstd · weight + bias
