@@ -18,7 +18,7 @@ over parts for each answer of a branch in them, and only what moves and multipli
 compared; so in d8.
 Machine code of families layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is
 equal where a warp has a row, and that of families diagonal, merge_states and append, since there is
-no shared memory. That of jo1 to jo3 is equal as well, and that of jo6 to jo9; jo4 and jo5 have
+no shared memory. That of jo1 to jo3 is equal as well, and that of jo6 to jo10; jo4 and jo5 have
 additions and shifts in another order. In n3 and a2 one compiler loads the addresses of weight and
 bias again. In w1 up to four multiplications, a negation and an insertion of bits are more in one
 compiler's code, and in nc1 an insertion of bits.
@@ -66,7 +66,7 @@ SAME_ALTHOUGH = {
     ),
     *(
         f"{step}_{dtype}_d16_Bc256_w16"
-        for step in ("jo7", "jo8", "jo9")
+        for step in ("jo7", "jo8", "jo9", "jo10")
         for dtype in ("fp16", "bf16")
     ),
 }

@@ -35,7 +35,7 @@ TILES = [
 TWO_KERNELS = [
     JOINT.fixed_config(JOINT.steps[step], Element.BF16).replace(**fields)
     for step, fields in competing(measured(186))
-    if step in ("jo6", "jo7", "jo8", "jo9")
+    if step in ("jo6", "jo7", "jo8", "jo9", "jo10")
 ]
 CLUSTERS = [
     JOINT_CLUSTER.fixed_config(JOINT_CLUSTER.steps[step], Element.BF16).replace(**fields)
@@ -154,7 +154,7 @@ def test_the_clusters_that_compete_are_right(
 
 @pytest.mark.parametrize("scale", [0.25, 0.5, 8.0])  # 12, 23, 369 octaves
 @pytest.mark.parametrize("dtype", JOINT.dtypes)
-@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jc1"])
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jo10", "jc1"])
 def test_scores_that_grow_by_more_than_P_holds_are_right(
     step: str, dtype: Element, scale: float, cuda_device: torch.device
 ) -> None:

@@ -397,6 +397,12 @@ JOINT = Family(
             _file(9),
             traits=frozenset({HELD_BACK}),
         ),
+        StepEntry(
+            "scale_in_product",
+            "the scale is in Q, and -m is what the accumulators of S begin with",
+            _file(10),
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType(dict.fromkeys((NORM, ROTARY, ATTENTION), ARGUMENTS)),

@@ -219,7 +219,7 @@ def opposed(problem: JointAttention, first: int) -> Tensors:
     return given
 
 
-@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9"])
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jo10"])
 @pytest.mark.parametrize(("B_c", "first"), [(256, 32), (64, 64)])
 @pytest.mark.parametrize("dtype", JOINT.dtypes)
 def test_a_maximum_behind_the_first_keys_is_right(
@@ -244,7 +244,7 @@ def test_warps_begin_again_alone_where_all_keys_are_there(dtype: Element, first:
         check(config, problem, given)
 
 
-@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jc1"])
+@pytest.mark.parametrize("step", ["jo7", "jo8", "jo9", "jo10", "jc1"])
 def test_first_keys_of_minus_infinity_are_left_out(step: str) -> None:
     """Keys that overflow fp16 behind the norm, and scores of -infinity with each query."""
     config = fixed(step, Element.FP16)
@@ -330,7 +330,7 @@ def test_a_token_of_the_context_is_one_of_the_sequence_that_is_not_turned(
 
 @pytest.mark.parametrize(
     ("step", "launches"),
-    [*zip(JOINT.steps, (3, 2, 1, 1, 1, 2, 2, 2, 2), strict=True)],
+    [*zip(JOINT.steps, (3, 2, 1, 1, 1, *[2] * 5), strict=True)],
 )
 def test_launches_and_buffers_go_from_step_to_step(step: str, launches: int) -> None:
     config = JOINT.fixed_config(JOINT.steps[step], Element.BF16)

@@ -53,6 +53,10 @@ FAULTS = {
         "jo9", BF16, EPILOGUE, r"mul\.f32 .*0f3E800000", swap("0f3E800000", "0f3F800000"),
         quantity="o", kernel="attention_kernel",
     ),
+    "jo10: K has the scale, too": Fault(
+        "jo10", BF16, MAIN_LOOP, r"selp\.f32.*0f3F800000",
+        swap(r"(%f\d+), 0f3F800000", r"\1, \1"), quantity="o", kernel="norm_kernel",
+    ),
     "jc1: the sums of other heads are read before these are written": Fault(
         "jc1", BF16, PROLOGUE, r"barrier\.cluster\.(arrive|wait)", drop, slice(2),
         AbsentBlockError, "load_cluster",

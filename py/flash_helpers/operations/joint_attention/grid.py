@@ -47,7 +47,7 @@ def competing(problem: JointAttention) -> list[tuple[str, dict[str, Any]]]:
     names = ("B_c", "n_warps", "B_r", "columns")
     all_keys = [
         (step, {"d_head": problem.d_head, "B_c": B_c, "n_warps": n_warps})
-        for step in ("jo7", "jo8", "jo9")
+        for step in ("jo7", "jo8", "jo9", "jo10")
         for B_c in (_LARGE_BLOCKS if problem.n_keys > 128 else _LARGE_BLOCKS[:1])
         for n_warps in _WARPS
     ]
