@@ -279,6 +279,22 @@ def test_clusters_with_any_number_of_heads_are_right(name: str, heads: int, d_he
     check(config, problem, given)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("q", math.nan), ("k", math.nan), ("k", math.inf), ("v", -math.inf)]
+)
+@pytest.mark.parametrize("step", ["jo2", "jo8", "jo10", "jc1"])
+def test_what_is_not_finite_spreads_as_in_pytorch(step: str, name: str, value: float) -> None:
+    config = fixed(step, Element.BF16)
+    problem = JointAttention(1, 2, 40, 16)
+    given = drawn(problem)
+    given[name][0, 37, 5] = value
+    call = prepare(config, *problem.arranged(given), **problem.call_options())
+    call.simulate()
+    found, right = call.tensors["o"], attended(problem, given)["o"]
+    for of_kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(of_kind(found), of_kind(right))
+
+
 @pytest.mark.parametrize("step", ["jo1", "jo2", "jo3"])
 def test_any_number_of_warps_shares_a_block_of_keys(step: str) -> None:
     for B_c, n_warps in ((32, 3), (64, 5)):
