@@ -25,6 +25,7 @@ from flash_helpers.measure.plots import (
 )
 from flash_helpers.measure.training_plot import FOLDER as PICTURES
 from flash_helpers.registry.problem import Problem
+from flash_helpers.registry.row_threads import TWICE
 from flash_helpers.tune.choices import Choices, load_choices
 from flash_helpers.tune.winners import gpu_slug
 
@@ -57,14 +58,15 @@ def width_table(group: str, gpu: str) -> PurePosixPath:
 
 def width_numbers(files: Sequence[Choices], choose: Choose) -> dict[tuple[str, str], Numbers]:
     """Numbers of the pictures, by group and GPU, of the groups whose problems have a width and
-    whose operation has a ceiling: the widths, at each the kernel that `choose` takes, and the
-    speeds of this kernel, of the copy and of the libraries; None where one was not measured. Of a
-    width in several files the last measured counts."""
+    whose operation has a ceiling, but for those of twice the rows: the widths, at each the kernel
+    that `choose` takes, and the speeds of this kernel, of the copy and of the libraries; None where
+    one was not measured. Of a width in several files the last measured counts."""
     measured = {
         (m.group, file.provenance.gpu, m.problem["width"]): (m, file)
         for file in sorted(files, key=lambda file: file.provenance.date)
         for m in file.problems
         if "width" in m.problem and OPERATIONS[m.asked.operation].ceiling
+        if not m.group.endswith(TWICE)
     }
     found: dict[tuple[str, str], Numbers] = {}
     for (group, gpu, width), (m, file) in sorted(measured.items()):

@@ -177,6 +177,7 @@ class RowConfig(Config):
 
 GRID_WIDTHS = tuple(2**n for n in range(6, 18))
 WIDE_WIDTHS = (2**15, 2**16)  # measured with twice the rows as well
+TWICE = "_twice"  # the end of the names of groups of these
 _WARPS = (4, 8)  # of blocks with several rows
 _LEAST_IN_FLIGHT = 4  # chunks of a thread that hide the latency of memory
 _USUAL_CHUNKS = (2, 4, 8)  # the fastest for rows up to _USUAL_BYTES, measured for all of 1 to 16
@@ -252,7 +253,7 @@ def with_twice_the_rows(groups: Mapping[str, Sequence[Any]]) -> dict[str, tuple[
     """Return groups of wide rows in bf16, twice as many as in the groups given: of 2048 rows the
     last two take 66 clusters as long as 64 do, 3% of the time."""
     return {
-        f"{name}_twice": tuple(
+        f"{name}{TWICE}": tuple(
             replace(problem, rows=2 * problem.rows)
             for problem in problems
             if problem.width in WIDE_WIDTHS
@@ -263,8 +264,8 @@ def with_twice_the_rows(groups: Mapping[str, Sequence[Any]]) -> dict[str, tuple[
 
 
 def octaves(one: Any, other: Any) -> float:
-    """Return how far apart the rows of two problems are, in octaves of their bytes, and a little of
-    their number."""
+    """Return how far apart the rows of two problems are, in octaves of their bytes, a little of
+    their number, and less of their dtype."""
     of_width, of_rows = (
         abs(math.log2(a / b))
         for a, b in (
@@ -272,7 +273,7 @@ def octaves(one: Any, other: Any) -> float:
             (one.rows, other.rows),
         )
     )
-    return of_width + of_rows / 64
+    return of_width + of_rows / 64 + (one.dtype is not other.dtype) / 128
 
 
 def _powers(first: int, last: int) -> Iterator[int]:
