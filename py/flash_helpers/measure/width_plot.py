@@ -58,9 +58,9 @@ def width_table(group: str, gpu: str) -> PurePosixPath:
 
 def width_numbers(files: Sequence[Choices], choose: Choose) -> dict[tuple[str, str], Numbers]:
     """Numbers of the pictures, by group and GPU, of the groups whose problems have a width and
-    whose operation has a ceiling, but for those of twice the rows: the widths, at each the kernel
-    that `choose` takes, and the speeds of this kernel, of the copy and of the libraries; None where
-    one was not measured. Of a width in several files the last measured counts."""
+    whose operation has a ceiling: the widths, at each the kernel that `choose` takes, and the
+    speeds of this kernel, of the copy and of the libraries; None where one was not measured. Of a
+    width in several files the last measured counts. Groups of twice the rows have no picture."""
     measured = {
         (m.group, file.provenance.gpu, m.problem["width"]): (m, file)
         for file in sorted(files, key=lambda file: file.provenance.date)
