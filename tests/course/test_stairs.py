@@ -15,6 +15,7 @@ from PIL import Image
 from flash_helpers.course.stairs import (
     LARGE,
     OWN,
+    is_measured,
     stairs_figure,
     stairs_link,
     stairs_numbers,
@@ -34,12 +35,16 @@ from flash_helpers.measure.results import (
 from flash_helpers.registry.family import Family
 
 TOOL = "tools/docs/draw_pictures.py"
+ROOT = Path(__file__).resolve().parents[2]
+BY_FAMILY = results_by_family(ROOT, load_results(ROOT / RESULTS))
+MEASURED = [f for f in FAMILIES.values() if is_measured(stairs_numbers(f, BY_FAMILY[f.name]))]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+each_measured = pytest.mark.parametrize("family", MEASURED, ids=lambda family: family.name)
 
 
 @pytest.fixture(scope="module")
-def by_family(root: Path) -> dict[str, BenchmarkResults]:
-    return results_by_family(root, load_results(root / RESULTS))
+def by_family() -> dict[str, BenchmarkResults]:
+    return BY_FAMILY
 
 
 @every_family
@@ -78,7 +83,7 @@ def test_the_faster_library_stands_beside_a_family_for_one_architecture(
     assert [*stairs_numbers(family, results)["lines"]] == ["flash", "FA3"]
 
 
-@every_family
+@each_measured
 def test_every_step_has_a_place_to_light_and_a_label(root: Path, family: Family) -> None:
     tree = ElementTree.parse(root / stairs_path(family.name))
     ids = {element.get("id") for element in tree.iter()}
@@ -88,7 +93,7 @@ def test_every_step_has_a_place_to_light_and_a_label(root: Path, family: Family)
     assert {step.removeprefix(prefix) for step in family.steps} <= texts
 
 
-@every_family
+@each_measured
 def test_no_text_is_crossed_by_a_line_or_meets_another(
     by_family: dict[str, BenchmarkResults], family: Family
 ) -> None:
@@ -127,7 +132,7 @@ def test_the_tool_draws_what_is_stale_and_nothing_else(root: Path, tmp_path: Pat
     arguments = ["--root", str(tmp_path)]
     assert tool.main([*arguments, "--check"]) == 1
     absent = capsys.readouterr().out
-    assert absent.count("is absent or shows other numbers") == len(FAMILIES) + 3
+    assert absent.count("is absent or shows other numbers") == len(MEASURED) + 3
     for name in ("training_h200", "long_sequences_h200", "long_sequences_nccl_h200"):
         assert f"docs/images/{name}.svg is absent" in absent
     assert tool.main(arguments) == 0
@@ -140,10 +145,16 @@ def test_the_tool_draws_what_is_stale_and_nothing_else(root: Path, tmp_path: Pat
     assert tool.main([*arguments, "--check"]) == 0
 
 
-def test_a_family_that_was_not_measured_has_an_empty_staircase() -> None:
-    numbers = {"steps": ["s1", "s2"], "heights": {OWN: [None, None]}, "lines": {"torch": 100.0}}
+def test_a_step_that_was_not_measured_has_no_height_and_a_family_of_such_no_picture(
+    root: Path,
+) -> None:
+    numbers = {"steps": ["s1", "s2"], "heights": {OWN: [70.0, None]}, "lines": {"torch": 100.0}}
     svg = stairs_svg(numbers)
     assert 'id="step-s2"' in svg and "% of torch" in svg
+    assert is_measured(numbers)
+    assert not is_measured({**numbers, "heights": {OWN: [None, None]}})
+    drawn = {path.stem for path in (root / stairs_path("ampere")).parent.glob("*.svg")}
+    assert drawn == {family.name for family in MEASURED}
 
 
 def test_the_same_numbers_give_the_same_file(by_family: dict[str, BenchmarkResults]) -> None:

@@ -14,7 +14,14 @@ from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image, relative
 from flash_helpers.course.metric import metric_of, share, speed
 from flash_helpers.course.pages import GLOSSARY, page_of_step
-from flash_helpers.course.stairs import OWN, has_tiles, stairs_link, tile_configs
+from flash_helpers.course.stairs import (
+    OWN,
+    has_tiles,
+    is_measured,
+    stairs_link,
+    stairs_numbers,
+    tile_configs,
+)
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import (
     lengths_table,
@@ -210,8 +217,8 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 
 
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The staircase of a step's family with the step lit. A sentence tells the step's gain and the
-    speed of other libraries in the same run."""
+    """The staircase of a step's family with the step lit, if the family was measured. A sentence
+    tells the step's gain and the speed of other libraries in the same run."""
     step = arguments.step()
     results, metric = evidence.results_of(step), metric_of(FAMILIES[step.family])
     told = ", ".join(_stairs_told(results, step, relative(GLOSSARY, arguments.page)))
@@ -220,6 +227,8 @@ def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
     beside = {titles[n]: share(results, n, DTYPE.short) for n in metric.beside}
     if others := ", ".join(f"{name} {percent(of)}" for name, of in beside.items() if of):
         sentence += f" On the same GPU: {others}."
+    if not is_measured(stairs_numbers(FAMILIES[step.family], results)):
+        return sentence
     alt = f"The {step.family} staircase with step {step.id} lit"
     return f"{image(stairs_link(step), alt, arguments.page)}\n\n{sentence}"
 

@@ -95,6 +95,11 @@ def stairs_numbers(family: Family, results: BenchmarkResults) -> Numbers:
     return {"steps": [*family.steps], "heights": heights, "lines": lines}
 
 
+def is_measured(numbers: Numbers) -> bool:
+    """Whether a family's picture would show a step: one that was measured."""
+    return any(any(heights) for heights in numbers["heights"].values())
+
+
 def stairs_svg(numbers: Numbers) -> str:
     """Text of the picture's SVG file. Raises PlotError without matplotlib."""
     text = figure_svg(stairs_figure(numbers), json.dumps(numbers))
@@ -133,9 +138,11 @@ def stairs_figure(numbers: Numbers) -> Figure:
 
 def stale_stairs(root: Path) -> dict[Path, Numbers]:
     """Files of pictures that are absent or whose numbers differ from the measurements, with the
-    numbers to draw. root: of the repository. Raises as `load_results` does."""
+    numbers to draw; none of families that were not measured. root: of the repository. Raises as
+    `load_results` does."""
     by_family = results_by_family(root, load_results(root / RESULTS))
-    return stale_pictures(
+    pictures = (
         (root / stairs_path(name), stairs_numbers(family, by_family[name]))
         for name, family in FAMILIES.items()
     )
+    return stale_pictures((path, numbers) for path, numbers in pictures if is_measured(numbers))
