@@ -178,4 +178,4 @@ class TestOtherCalls:
 def test_the_table_of_places_has_the_operation() -> None:
     part = "QK-RMSNorm, RoPE and attention, heads of 16"
     found = [each for each in _places.places() if each.part == part]
-    assert found and all(each.where in JOINT.steps for each in found)
+    assert {each.where for each in found} == {"jo2", "jo9"}  # jo9 on Hopper, where it was measured
