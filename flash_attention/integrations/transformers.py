@@ -21,10 +21,19 @@ from flash_attention._varlen import varlen_attention
 from flash_attention.integrations import NAME
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import (
+        and_masks,
+        bidirectional_mask_function,
+        causal_mask_function,
+        packed_sequence_mask_function,
+        remap_positions_for_packed_sequence,
+        sliding_window_bidirectional_overlay,
+        sliding_window_overlay,
+    )
 except ImportError as error:
     raise ImportError(
-        f"transformers cannot be imported: pip install transformers ({error})"
+        f"transformers is not there, or older than 5.24: pip install 'transformers>=5.24' ({error})"
     ) from None
 
 _OTHER = 'load the model with attn_implementation="eager"'
@@ -73,7 +82,7 @@ def attention_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
+    mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> Mask:
@@ -138,14 +147,14 @@ def _code(function: Callable) -> object:
     return getattr(function, "__code__", function)
 
 
-_CAUSAL = _code(masking_utils.causal_mask_function)
-_BIDIRECTIONAL = _code(masking_utils.bidirectional_mask_function)
-_WINDOW = _code(masking_utils.sliding_window_overlay(1))
-_WINDOW_AROUND = _code(masking_utils.sliding_window_bidirectional_overlay(1))
-_PACKED = _code(masking_utils.packed_sequence_mask_function(torch.empty(0)))
+_CAUSAL = _code(causal_mask_function)
+_BIDIRECTIONAL = _code(bidirectional_mask_function)
+_WINDOW = _code(sliding_window_overlay(1))
+_WINDOW_AROUND = _code(sliding_window_bidirectional_overlay(1))
+_PACKED = _code(packed_sequence_mask_function(torch.empty(0)))
 _COMBINED = {
-    _code(masking_utils.and_masks()),
-    _code(masking_utils.remap_positions_for_packed_sequence(len, torch.empty(0))),
+    _code(and_masks()),
+    _code(remap_positions_for_packed_sequence(len, torch.empty(0))),
 }
 
 

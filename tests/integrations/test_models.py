@@ -399,5 +399,14 @@ def test_a_library_that_is_not_there_is_told(monkeypatch, library):
     module = sys.modules[f"flash_attention.integrations.{library}"]
     for name in [n for n in sys.modules if n.partition(".")[0] == library]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"pip install {library}"):
+    with pytest.raises(ImportError, match=f"pip install '?{library}"):
         importlib.reload(module)
+
+
+def test_transformers_that_is_too_old_is_told(monkeypatch):
+    project = (DOCS.parents[1] / "pyproject.toml").read_text()
+    needed = re.search(r"transformers>=[\d.]+", project)
+    assert needed
+    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence")
+    with pytest.raises(ImportError, match=f"pip install '{re.escape(needed[0])}'"):
+        importlib.reload(for_transformers)
