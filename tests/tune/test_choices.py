@@ -98,6 +98,25 @@ def test_of_several_files_of_a_gpu_that_with_the_nearest_problem_counts(
     assert config_for(LONG, gpu) == measured.ranked(LONG, gpu)[0] != next(iter(short.configs))
 
 
+def test_a_much_nearer_problem_of_another_gpu_counts_before_one_of_this_gpu(
+    measured, monkeypatch
+) -> None:
+    short, long = measured.problems
+    other = replace(measured.provenance, gpu="another")
+    files = (
+        replace(measured, problems=(long,)),
+        replace(measured, provenance=other, problems=(short,)),
+    )
+    monkeypatch.setattr(best, "load_choices", lambda folder: files)
+    gpu = measured.provenance.device
+    assert config_for(SHORT, gpu) == next(iter(short.configs))
+    between = AttentionForward(16, 12, 1024)
+    assert distance(between, SHORT) < distance(between, LONG) < distance(between, SHORT) + 3
+    own, others = (file.ranked(between, gpu)[0] for file in files)
+    assert config_for(between, gpu) == own != others
+    assert config_for(between, other.device) == others
+
+
 def test_a_config_stands_for_the_one_of_its_tile_that_takes_the_problem(measured) -> None:
     asked = AttentionForward(64, 12, 77, dtype=Element.FP16, sinks=True, window_left=10)
     found = measured.ranked(asked, H100)

@@ -34,6 +34,10 @@ from flash_helpers.runtime import library, tensors
 from flash_helpers.tune.choices import load_choices
 from flash_helpers.tune.winners import BestConfig, BestConfigs, load_best
 
+# Octaves by which a problem is farther that was measured on a GPU of another name: kernels that are
+# the fastest on one card of a compute capability are nearly so on the others.
+OTHER_GPU = 3.0
+
 
 def best_config(
     step: str | int,
@@ -84,10 +88,10 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
     """Return the listed config that computes a problem on a device when the call names none.
 
     The result is the first of these that supports the problem:
-      1. configs that were measured on the nearest problem of a grid, on a GPU of this name or else
-         on another of its compute capability, the fastest expected first (`Choices.ranked`). Of
-         several files of a GPU that with the nearest problem counts first. Files that tell nothing
-         of the problem (`Choices.tells_of`) come last;
+      1. configs that were measured on the nearest problem of a grid, on a GPU of its compute
+         capability, the fastest expected first (`Choices.ranked`). A problem that was measured on a
+         GPU of another name counts as `OTHER_GPU` farther. Files that tell nothing of the problem
+         (`Choices.tells_of`) come last;
       2. of the preferred steps (`Family.preferred`) of each family that runs on the device, the
          newest family first: winners of their sweeps for such problems, of a family the fastest for
          this problem first (`BestConfig.for_problem`), and their variants (`Config.variants`);
@@ -170,8 +174,8 @@ def _from_grid(problem: Problem, gpu: Device | None) -> dict[Config, None]:
     own = [file for file in files if file.provenance.compute_capability == capability]
     own.sort(
         key=lambda file: (
-            *(not file.tells_of(problem), file.provenance.gpu != gpu.name),
-            file.distance(problem),
+            not file.tells_of(problem),
+            file.distance(problem) + OTHER_GPU * (file.provenance.gpu != gpu.name),
         )
     )
     return dict.fromkeys(config for file in own for config in file.ranked(problem, gpu))
