@@ -49,6 +49,7 @@ TAKEN_WHERE_MEASURED = {
     "norm_backward_staged",
     "norm_backward_cluster",
     "joint_cluster",
+    "joint_linear",
 }
 """Families of which calls take no step but where it was the fastest on a measured grid."""
 

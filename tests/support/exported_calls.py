@@ -52,7 +52,9 @@ def draw(launch: LaunchFormula, rng: random.Random) -> dict[str, Any]:
             found[given.name] = usual * (1 if row_stride else rng.randint(1, 64))
         else:
             found[given.name] = rng.randint(1, 2**40) * 16
-    if "rotary_dim" in found:
+    if "context_in" in found:
+        found |= _streams(found, rng)
+    elif "rotary_dim" in found:
         found |= _rotary(rng)
     elif "kv_heads" in found and rng.random() < 0.5:  # what every kernel takes
         found |= {"heads": found["kv_heads"], "len_q": found["len_k"]}
@@ -91,6 +93,16 @@ def _rotary(rng: random.Random) -> dict[str, int]:
     found["has_rotary_seqlens"] = rng.choice((0, 1)) if rotary_dim else 0
     has_q = rotary_dim and rng.random() < 0.7
     return found | {name: rng.randint(1, 9) if has_q else 0 for name in ("heads", "len_q")}
+
+
+def _streams(found: Values, rng: random.Random) -> dict[str, int]:
+    """Widths of two streams of tokens, and one distance of the tokens of all samples."""
+    widths = ("in_features", "out_features", "context_in", "context_out")
+    own = {name: 8 * rng.choice((1, 3, 8, 16)) for name in widths}
+    for stream, axis, tokens in (("", "seq", "length"), ("context_", "token", "context")):
+        for name in (f"{stream}x", f"{stream}y"):
+            own[f"{name}_batch_stride"] = found[tokens] * found[f"{name}_{axis}_stride"]
+    return own
 
 
 def by_config(launch: LaunchFormula, values: Values) -> Planned | None:

@@ -1,0 +1,55 @@
+"""The problems that the choice of a kernel of joint_linear is measured on, and the kernels that
+compete there. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flash_helpers.operations.joint_linear.problem import JointLinear
+from flash_helpers.operations.joint_linear.problems import MEASURED_BATCHES, MEASURED_WIDTH
+
+_LENGTHS = ((186, 64), (64, 0), (186, 0))  # sequence and context
+_FIELDS = ("B_r", "B_c", "n_warps", "warp_rows")
+_FEW_ROWS = 4000  # up to here small tiles compete, so that every SM has one
+# With a norm a thread block has whole rows.
+_SMALL_TILES = ((16, 64, 4, 16), (16, 128, 4, 16), (16, 128, 8, 16), (32, 64, 4, 16))
+_TILES = ((32, 128, 4, 16), (64, 128, 4, 32), (64, 192, 4, 32), (128, 128, 8, 32))
+_SMALL_ROWS = ((16, 128, 2, 16), (16, 128, 4, 16), (16, 128, 8, 16), (32, 128, 4, 16))
+_ROWS = ((32, 128, 4, 32), (64, 128, 4, 32), (64, 128, 8, 32), (128, 128, 8, 32))
+_NORM, _WIDTHS = 100.0, 4.0  # octaves between problems with a norm and without, of other widths
+
+GROUPS = {
+    f"joint_linear_{'norm_' if norm else ''}bf16": tuple(
+        JointLinear(
+            *(batch, length, MEASURED_WIDTH, (1 if norm else 3) * MEASURED_WIDTH),
+            context=context,
+            norm=norm,
+        )
+        for batch in MEASURED_BATCHES
+        for length, context in _LENGTHS
+    )
+    for norm in (False, True)
+}
+
+
+def competing(problem: JointLinear) -> list[tuple[str, dict[str, Any]]]:
+    """Return the step and the fields of each config that competes."""
+    small, large = (_SMALL_ROWS, _ROWS) if problem.norm else (_SMALL_TILES, _TILES)
+    is_small = problem.rows + problem.context_rows <= _FEW_ROWS
+    tiles = (*small, *large[:2]) if is_small else (*small[-1:], *large)
+    return [("jl1", dict(zip(_FIELDS, tile, strict=True))) for tile in tiles]
+
+
+def distance(one: JointLinear, other: JointLinear) -> float:
+    """Return how far apart two problems are, in octaves of their tokens; norms and widths count
+    most."""
+    tokens = [problem.rows + problem.context_rows for problem in (one, other)]
+    widths = sum(
+        abs(math.log2(getattr(one, name) / getattr(other, name)))
+        for name in ("in_features", "out_features")
+    )
+    octaves = abs(math.log2(tokens[0] / tokens[1])) + _WIDTHS * widths
+    # Contexts are rows like others: with or without them hardly counts
+    octaves += 0.25 * ((one.context > 0) != (other.context > 0))
+    return octaves + _NORM * (one.norm != other.norm)
