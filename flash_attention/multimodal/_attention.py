@@ -20,6 +20,7 @@ from flash_attention.multimodal._checks import (
     checked_mask,
 )
 from flash_attention.multimodal._joint import joint_attention, takes
+from flash_attention.multimodal._linear import Stream, linear_streams
 from flash_attention.multimodal._rotary import rotate
 
 if TYPE_CHECKING:
@@ -79,9 +80,13 @@ class _Projections(nn.Module):
         """Split into heads."""
         return x.unflatten(-1, (-1, self.d_head))
 
-    def output(self, o: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq tokens"]:
-        """Return the output of attention in the width of the tokens."""
-        return self.out_norm(self.out(o))
+    def outgoing(self, o: Float[Tensor, "batch seq width"]) -> Stream:
+        """Return the output of attention with the layers to the width of the tokens."""
+        return Stream(o, self.out, self.out_norm)
+
+    def incoming(self, x: Float[Tensor, "batch seq tokens"]) -> Stream:
+        """Return tokens with the layer of Q, K and V."""
+        return Stream(x, self.qkv)
 
     def parts(self, projected: Float[Tensor, "batch seq parts"]) -> dict[str, Tensor]:
         """Return what the norms read, by the names of operation joint_attention: q, k and v, of all
@@ -110,6 +115,14 @@ class _Attention(nn.Module):
         """Compute attention by the module's backend."""
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, mask, dropout=dropout, backend=self.backend)
+
+    def may_take_kernels(self, x: Tensor) -> bool:
+        """Whether the backend lets a kernel compute what follows on x."""
+        return self.backend == "kernels" or (self.backend == "auto" and x.is_cuda)
+
+    def linear(self, own: Stream, other: Stream | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compute the linear layers of a sequence and of its context by the module's backend."""
+        return linear_streams(own, other, kernels=self.may_take_kernels(own.x))
 
     @staticmethod
     def gathered(
@@ -141,7 +154,7 @@ class _Attention(nn.Module):
         where the backend asks for none."""
         if rotary is not None:
             check_rotary(rotary, projected.shape[1], own.d_head)
-        if self.backend == "torch" or (self.backend == "auto" and not projected.is_cuda):
+        if not self.may_take_kernels(projected):
             return None
         tensors = self.gathered(own, projected, rotary, other, of_context)
         heads, dropout = own.width // own.d_head, self.dropout if self.training else 0.0
@@ -205,12 +218,22 @@ class SelfAttention(_Attention):
         """
         check_tokens("x", x, self.sequence.qkv.weight)
         seen = checked_mask("mask", mask, x)
-        projected = self.sequence.qkv(x)
+        projected, _ = self.linear(self.sequence.incoming(x))
+        o = self._attended(projected, rotary, seen)
+        return self.linear(self.sequence.outgoing(o))[0]
+
+    def _attended(
+        self,
+        projected: Float[Tensor, "batch length parts"],
+        rotary: Float[Tensor, "positions pairs 2"] | None,
+        seen: Bool[Tensor, "batch keys"] | None,
+    ) -> Float[Tensor, "batch length width"]:
+        """Return attention of the projections."""
         if (outputs := self.fused(self.sequence, projected, rotary, seen)) is not None:
-            return self.sequence.output(outputs[0])
+            return outputs[0]
         q, (k, v) = self.sequence.queries(projected), self.sequence.keys_and_values(projected)
         q, k = _turned(rotary, q, k)
-        return self.sequence.output(self.attend(q, k, v, seen).flatten(-2))
+        return self.attend(q, k, v, seen).flatten(-2)
 
 
 class CrossAttention(_Attention):
@@ -254,10 +277,12 @@ class CrossAttention(_Attention):
         check_tokens("context", context, self.context.qkv.weight)
         check_batch(x, context)
         seen = checked_mask("context_mask", context_mask, context)
-        projected = self.q(x)
+        projected, of_context = self.linear(Stream(x, self.q), self.context.incoming(context))
+        assert of_context is not None
         (q,) = _turned(rotary, self.context.heads(self.q_norm(projected)))
-        k, v = self.context.keys_and_values(self.context.qkv(context))
-        return self.out_norm(self.out(self.attend(q, k, v, seen).flatten(-2)))
+        k, v = self.context.keys_and_values(of_context)
+        o = self.attend(q, k, v, seen).flatten(-2)
+        return self.linear(Stream(o, self.out, self.out_norm))[0]
 
 
 class JointAttention(_Attention):
@@ -315,10 +340,13 @@ class JointAttention(_Attention):
             seen = _joined_masks(
                 (seen, x), (checked_mask("context_mask", context_mask, context), context)
             )
-        of_x = own.qkv(x)
-        of_context = None if context is None else other.qkv(context)
+        of_x, of_context = self.linear(
+            own.incoming(x), None if context is None else other.incoming(context)
+        )
         o, context_o = self._attended(of_x, of_context, rotary, seen)
-        return own.output(o), None if context_o is None else other.output(context_o)
+        return self.linear(
+            own.outgoing(o), None if context_o is None else other.outgoing(context_o)
+        )
 
     def _attended(
         self,

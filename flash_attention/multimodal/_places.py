@@ -10,6 +10,7 @@ from flash_helpers.gpu import MOST_SMS, Device, largest_device
 from flash_helpers.kernel_configs import FAMILIES, AttentionForward
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.operations.joint_attention.problem import JointAttention
+from flash_helpers.operations.joint_linear.problem import JointLinear
 from flash_helpers.registry.problem import Problem
 from flash_helpers.tune.best import config_for
 
@@ -39,7 +40,8 @@ def parts() -> dict[str, Problem | None]:
     """Return the problem that each part of a block poses to the registry; None for the parts that
     the modules give to PyTorch alone.
 
-    Problems are joint attention in bf16: batch 64, sequence 186, context 64, width 128 or one head.
+    Problems are those of joint attention in bf16: batch 64, sequence 186, context 64, width 128 or
+    one head.
     """
     found: dict[str, Problem | None] = {}
     for d_head in _D_HEADS:
@@ -50,7 +52,12 @@ def parts() -> dict[str, Problem | None]:
     found["QK-RMSNorm, RoPE and attention, heads of 16"] = JointAttention(
         *(_BATCH, _WIDTH // 16, _LENGTH), context=_CONTEXT, rotary=True
     )
-    found["projections, QK-RMSNorm, RoPE"] = None
+    tokens = (_BATCH, _LENGTH, _WIDTH)
+    found["projections to Q, K and V"] = JointLinear(*tokens, 3 * _WIDTH, context=_CONTEXT)
+    found["projections of outputs, RMSNorm"] = JointLinear(
+        *tokens, _WIDTH, context=_CONTEXT, norm=True
+    )
+    found["QK-RMSNorm, RoPE, other heads"] = None
     found["adaptive layer norms, gates"] = None
     found["feed-forward"] = None
     return found

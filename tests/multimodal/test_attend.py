@@ -215,7 +215,9 @@ def test_the_command_tells_what_runs_where(capsys) -> None:
     assert {"sm_80", "sm_90"} <= {*names}
     by_part = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
     hopper = {part: dict(zip(names, cells, strict=True)) for part, cells in by_part.items()}
-    for problem, part in ((p, n) for n, p in _places.parts().items() if p and p.d_head > 16):
+    large = [n for n, problem in _places.parts().items() if getattr(problem, "d_head", 0) > 16]
+    for part in large:
+        problem = _places.parts()[part]
         for name in names:
             config = config_for(problem, largest_device(int(name.removeprefix("sm_"))))
             assert hopper[part][name] == config.step.id

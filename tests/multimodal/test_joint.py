@@ -15,7 +15,9 @@ from flash_attention.multimodal import (
     SelfAttention,
     _attention,
     _joint,
+    _linear,
     _places,
+    _streams,
     rotary_table,
 )
 from flash_helpers.kernel_configs import Element, Problem
@@ -57,6 +59,8 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: JointKernelConfig) -> Iterato
     found: list[str] = []
 
     def choose(problem: Problem, _: torch.device) -> object:
+        if problem.operation != "joint_attention":
+            raise ValueError("PyTorch computes linear layers here")
         return first_that_takes(problem, [config])
 
     def joint_attention(*args: Any) -> tuple[Tensor, Tensor]:
@@ -69,12 +73,14 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: JointKernelConfig) -> Iterato
         found.append("attend")
         return attend(*args, backend="torch", **options)
 
-    monkeypatch.setattr(_joint, "choose_config", choose)
+    monkeypatch.setattr(_streams, "choose_config", choose)
     monkeypatch.setattr(_attention, "joint_attention", joint_attention)
     monkeypatch.setattr(_attention, "attend", attended)
-    _joint._is_taken.cache_clear()
+    for module in (_joint, _linear):
+        module._is_taken.cache_clear()
     yield found
-    _joint._is_taken.cache_clear()
+    for module in (_joint, _linear):
+        module._is_taken.cache_clear()
 
 
 def outputs(module: Any, *given: Tensor, **options: Any) -> list[Tensor]:

@@ -1,0 +1,148 @@
+"""Linear layers of a sequence and its context, with the norms of their outputs, by one operation of
+the kernels, where the registry has a kernel for the problem."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flash_attention.multimodal._streams import (
+    MOST_KEPT,
+    StreamsOperator,
+    has_kernel,
+    sizes_asked,
+    wants_gradients,
+)
+from flash_helpers.operations.joint_linear.problem import CONTEXT
+from flash_helpers.operations.joint_linear.problem import JointLinear as Problem
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+# Features of the widest tokens: beyond them tensor cores bound the layers, where cuBLAS is ahead.
+_MOST_IN = 256
+_ALIGNMENT = 16  # bytes
+_OF_STREAM = ("x", "weight", "bias", "norm_weight")
+_INPUTS = (*_OF_STREAM, *(CONTEXT + name for name in _OF_STREAM))
+
+
+class Stream(NamedTuple):
+    """Tokens, the linear layer that reads them, and the norm of its output, if it has one."""
+
+    x: Float[Tensor, "batch length features"]
+    layer: nn.Module
+    norm: nn.RMSNorm | None = None
+
+    def computed(self) -> Float[Tensor, "batch length outputs"]:
+        """Return the output by PyTorch."""
+        y = self.layer(self.x)
+        return y if self.norm is None else self.norm(y)
+
+    def is_plain(self) -> bool:
+        """Whether layer and norm are PyTorch's own, without hooks, so that their weights tell all
+        that they do."""
+        parts = [self.layer] if self.norm is None else [self.layer, self.norm]
+        hooks = (x for part in parts for x in (part._forward_hooks, part._forward_pre_hooks))
+        return type(self.layer) is nn.Linear and not any(hooks)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Return tokens and weights by the names of the operation's problem."""
+        weights = {"weight": self.layer.weight, "bias": self.layer.bias}
+        if self.norm is not None:
+            weights["norm_weight"] = self.norm.weight
+        found = {"x": self.x, **weights}
+        return {prefix + name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def _new(tensors: Mapping[str, Tensor], stream: str) -> Tensor | None:
+    x = tensors.get(f"{stream}x")
+    if x is None:
+        return None
+    return x.new_empty(x.shape[0], x.shape[1], tensors[f"{stream}weight"].shape[0])
+
+
+def _none(y: Tensor) -> Tensor:
+    return y.new_empty(y.shape[0], 0, y.shape[2])
+
+
+def _given(x: Tensor) -> Tensor:
+    """Return x, or a copy of one that is no contiguous tensor at a multiple of 16 bytes."""
+    if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+_joint_linear = StreamsOperator(
+    Problem, _INPUTS, ("eps",), ("y", "context_y"), _new, _none, _given
+).define()
+
+
+@functools.lru_cache(MOST_KEPT)
+def _is_taken(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    features: tuple[int, int, int, int],
+    bias: bool,
+    norm: bool,
+) -> bool:
+    batch, length, context = sizes
+    in_features, out_features, context_in, context_out = features
+    return max(in_features, context_in) <= _MOST_IN and has_kernel(
+        device,
+        dtype,
+        lambda element: Problem(
+            *(batch, length, in_features, out_features, element),
+            bias=bias,
+            norm=norm,
+            context=context,
+            context_in=context_in,
+            context_out=context_out,
+        ),
+    )
+
+
+@torch.compiler.assume_constant_result  # so that a trace does not look into the registry
+def _decided(*facts: Any) -> bool:
+    return _is_taken(*facts)
+
+
+def _takes(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a kernel computes the layers of these tensors."""
+    x, weight = tensors["x"], tensors["weight"]
+    if wants_gradients(tensors.values()) or not all(x.shape):
+        return False
+    if any(y.dtype != x.dtype for y in tensors.values()):
+        return False
+    of_context, context_weight = tensors.get(f"{CONTEXT}x"), tensors.get(f"{CONTEXT}weight", weight)
+    sizes = sizes_asked(x.shape[0], x.shape[1], 0 if of_context is None else of_context.shape[1])
+    features = (*weight.shape[::-1], *context_weight.shape[::-1])
+    return _decided(
+        *(x.device, x.dtype, sizes, features, "bias" in tensors, "norm_weight" in tensors)
+    )
+
+
+def linear_streams(
+    own: Stream, other: Stream | None, *, kernels: bool
+) -> tuple[Float[Tensor, "batch length outputs"], Float[Tensor, "batch tokens outputs"] | None]:
+    """Return the outputs of the layers of a sequence and of its context, by one kernel where there
+    is one, else by PyTorch; None for a context that is None.
+
+    kernels: whether the backend lets a kernel compute them.
+    """
+    # A context without tokens has an output of none, and no part in a kernel
+    both = other if other is not None and other.x.shape[1] else None
+    streams = [own] if both is None else [own, both]
+    if kernels and all(stream.is_plain() for stream in streams):
+        tensors = own.tensors("") | ({} if both is None else both.tensors(CONTEXT))
+        if _takes(tensors):
+            eps = 0.0 if own.norm is None or own.norm.eps is None else own.norm.eps
+            y, context_y = _joint_linear(*map(tensors.get, _INPUTS), eps)
+            if both is None and other is not None:
+                context_y = other.computed()
+            return y, None if other is None else context_y
+    return own.computed(), None if other is None else other.computed()
