@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flash_attention import ops
+from flash_attention.multimodal._attend import attend
+from flash_attention.multimodal._rotary import rotate
 from flash_attention.multimodal._streams import (
     MOST_KEPT,
     StreamsOperator,
     has_kernel,
     sizes_asked,
-    wants_gradients,
 )
 from flash_helpers.operations.joint_attention.problem import JointAttention as Problem
 
@@ -35,8 +37,30 @@ def _none(o: Tensor) -> Tensor:
     return o.new_empty(o.shape[0], 0, o.shape[2])
 
 
+def _formula(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the operator's outputs by operators with gradients: norms and attention in kernels on
+    a GPU that has them."""
+    *inputs, heads, eps = args
+    given = {name: x for name, x in zip(_INPUTS, inputs, strict=True) if x is not None}
+    rms_norm = ops.rms_norm if given["q"].is_cuda else torch.nn.functional.rms_norm
+
+    def in_heads(name: str) -> Tensor:
+        x, weight = given[name], given.get(f"{name}_weight")
+        if weight is not None:
+            x = rms_norm(x, weight.shape, weight, eps)
+        x = x.unflatten(-1, (heads, -1))
+        turns = name in ("q", "k") and "rotary" in given
+        return rotate(x, given["rotary"]) if turns else x
+
+    names = ((name for name in (n, f"context_{n}") if name in given) for n in "qkv")
+    q, k, v = (torch.cat([in_heads(name) for name in each], 1) for each in names)
+    length = given["q"].shape[1]
+    o = attend(q, k, v).flatten(-2)
+    return o[:, :length], o[:, length:]
+
+
 _joint_attention = StreamsOperator(
-    Problem, _INPUTS, ("heads", "eps"), ("o", "context_o"), _new, _none
+    Problem, _INPUTS, ("heads", "eps"), ("o", "context_o"), _new, _none, formula=_formula
 ).define()
 
 
@@ -71,11 +95,10 @@ def _decided(*facts: Any) -> bool:
 def takes(tensors: Mapping[str, Tensor], heads: int, *, masked: bool, dropout: float) -> bool:
     """Whether a kernel computes a call by `joint_attention`; `attend` decides of all others.
 
-    tensors: those of the call by name, without those left out. A mask, dropout and gradients have
-    no kernel.
+    tensors: those of the call by name, without those left out. A mask and dropout have no kernel.
     """
     q = tensors["q"]
-    if masked or dropout > 0 or wants_gradients(tensors.values()) or not all(q.shape):
+    if masked or dropout > 0 or not all(q.shape):
         return False
     if any(x.dtype != q.dtype for name, x in tensors.items() if name != "rotary"):
         return False

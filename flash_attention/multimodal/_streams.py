@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attention._operators import compile_while_tracing, define
+from flash_attention._operators import below_autograd, compile_while_tracing, define
+from flash_attention.multimodal._recomputed import Recomputed
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.registry.problem import Problem
 from flash_helpers.runtime.call import compute
@@ -70,7 +71,8 @@ class StreamsOperator:
     options: options of the problem, behind them. outputs: those of the sequence and of the context.
     new: makes an output from the inputs and the stream's prefix, "" or "context_"; None for a
     context without one. none: makes the result in place of that, from the sequence's output. given:
-    makes an input into what a kernel takes.
+    makes an input into what a kernel takes. formula: returns the outputs from the inputs and the
+    options by operators with gradients, which the operator's are computed by; None if it has none.
     """
 
     problem: type[Problem]
@@ -80,6 +82,7 @@ class StreamsOperator:
     new: Callable[[Mapping[str, Tensor], str], Tensor | None]
     none: Callable[[Tensor], Tensor]
     given: Callable[[Tensor], Tensor] = lambda x: x
+    formula: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def define(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """Define the operator, which has the operation's name, and return it."""
@@ -87,7 +90,8 @@ class StreamsOperator:
         tensors = (f"Tensor{'' if name in needed else '?'} {name}" for name in self.inputs)
         options = (f"{self._kind(name)} {name}" for name in self.options)
         schema = f"{self.problem.operation}({', '.join((*tensors, *options))}) -> (Tensor, Tensor)"
-        return define(schema, self._computed, self._fake)
+        gradient = self._differentiable if self.formula else None
+        return define(schema, self._computed, self._fake, gradient)
 
     def _may_miss(self, name: str) -> bool:
         return name in self.problem.optional
@@ -124,6 +128,16 @@ class StreamsOperator:
         given = [None if name == own else self.given(tensors[name]) for name in names]
         found = compute(self.problem, asked, names, given, self._choose)
         return self._both(dict(zip(names, found, strict=True)))
+
+    def _differentiable(self, keys: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+        formula, number = self.formula, len(self.inputs)
+        assert formula is not None
+        found: tuple[Tensor, Tensor] = Recomputed.apply(
+            below_autograd(self.problem.operation, keys, args),
+            lambda *inputs: formula(*inputs, *args[number:]),
+            *args[:number],
+        )
+        return found
 
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         tensors, asked = self._asked(args)

@@ -122,16 +122,14 @@ class TestOtherCalls:
     def config(self, request: pytest.FixtureRequest) -> JointKernelConfig:
         return request.param
 
-    def test_masks_dropout_and_gradients_go_the_usual_way(self, taken) -> None:
+    def test_masks_and_dropout_go_the_usual_way(self, taken) -> None:
         module = made(JointAttention, dropout=0.5)
         module(X, CONTEXT)  # training, with gradients
         with torch.no_grad():
             module(X, CONTEXT)
             module.eval()(X, CONTEXT, mask=torch.tensor([3, 7]))
             module(X, CONTEXT, context_mask=torch.tensor([1, 2]))
-        module(X, CONTEXT)[0].sum().backward()
-        assert module.sequence.q_norm.weight.grad.any()
-        assert taken == ["attend"] * 5
+        assert taken == ["attend"] * 4
 
     def test_other_dtypes_and_head_sizes_do_too(self, taken) -> None:
         module = made(SelfAttention)
