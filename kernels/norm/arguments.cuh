@@ -72,12 +72,15 @@ struct NormClusterKernelConfig {
     // Of 64 registers per thread.
     constexpr int blocks_per_sm() const { return 1024 / n_threads(); }
     // Chunks of a thread in shared memory: of x, weight and bias, which RMS norm has not from a2
-    // on.
-    constexpr int smem_chunks() const { return (norm_cluster >= 2 && rms ? 2 : 3) * chunks; }
-    // The chunks; a barrier and a sum of each warp and each block, twice.
+    // on; none from a4 on.
+    constexpr int smem_chunks() const {
+        return norm_cluster >= 4 ? 0 : (norm_cluster >= 2 && rms ? 2 : 3) * chunks;
+    }
+    // The chunks; a barrier and a sum of each warp and each block, twice. From a4 on once, and 16
+    // bytes instead of a sum: a number, a mean and a sum.
     constexpr int smem_bytes() const {
-        return smem_chunks() * n_threads() * 16 +
-               2 * (8 + (n_warps + cluster_blocks) * int(sizeof(float)));
+        const int sums = (n_warps + cluster_blocks) * int(sizeof(float));
+        return norm_cluster >= 4 ? 8 + 4 * sums : smem_chunks() * n_threads() * 16 + 2 * (8 + sums);
     }
     friend auto operator<=>(const NormClusterKernelConfig &,
                             const NormClusterKernelConfig &) = default;

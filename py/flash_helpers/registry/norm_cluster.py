@@ -3,12 +3,13 @@ library only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from flash_helpers import gpu
 from flash_helpers.operations.norm import OPERATION
 from flash_helpers.operations.norm.supports import NormSupports
 from flash_helpers.registry.config import element, flag, number
@@ -18,13 +19,17 @@ from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_clusters import (
     CHUNKS,
     CLUSTERS,
+    LARGE_CHUNKS,
     ONE_BLOCK,
     ONE_BLOCK_CLUSTERS,
     ONE_BLOCK_WARPS,
+    ONE_ROW,
     TARGETS,
     WARPS,
     RowClusterConfig,
 )
+
+MOMENTS_BYTES = 16  # of a number, a mean and a sum, for one message
 
 
 @dataclass(frozen=True)
@@ -47,19 +52,31 @@ class NormClusterKernelConfig(RowClusterConfig):
 
     @property
     def kept(self) -> int:
-        """Weight and bias; from a2 on RMS norm, which seldom has a bias, keeps the weight alone."""
+        """Weight and bias; from a2 on RMS norm, which seldom has a bias, keeps the weight alone. A
+        block of one row keeps none."""
+        if ONE_ROW in self.step.traits:
+            return 0
         return 1 if self.rms and ONE_BLOCK in self.step.traits else 2
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a sum, of a warp or of a block."""
-        return Element.FP32.bytes
+        """Bytes of a sum, of a warp or of a block; of a number, a mean and a sum, where a block has
+        one row."""
+        return MOMENTS_BYTES if ONE_ROW in self.step.traits else Element.FP32.bytes
+
+    @property
+    def choices(self) -> Mapping[str, Sequence[int]]:
+        """Values that are built, by the name of a field."""
+        large = {"chunks": LARGE_CHUNKS} if ONE_ROW in self.step.traits else {}
+        return {**super().choices, **large}
 
     @property
     def supports(self) -> NormSupports:
         """Rows of any length that the config's threads can have, at any element."""
         widest = self.widest("split the rows, and combine their sums of x and of squares")
-        return NormSupports(self.dtype, *widest, rms=self.rms)
+        most = gpu.MAX_GRID[0]
+        rows = most // self.cluster_blocks if ONE_ROW in self.step.traits else most
+        return NormSupports(self.dtype, *widest, max_rows=rows, rms=self.rms)
 
     def variants(self) -> tuple[NormClusterKernelConfig, ...]:
         """Return the config, and that of the other function."""
@@ -108,13 +125,22 @@ NORM_CLUSTER = Family(
             "kernels/norm/a3.cuh",
             traits=frozenset({ONE_BLOCK, HELD_BACK}),
         ),
+        StepEntry(
+            "cluster_of_a_row",
+            "n7 in a cluster of small blocks for each row, of which an SM has blocks of several",
+            "kernels/norm/a4.cuh",
+            parent="n7",
+            sets={"n_warps": 8, "chunks": 8},
+            opens={"n_warps": WARPS, "chunks": LARGE_CHUNKS},
+            traits=frozenset({ONE_ROW, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"norm_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/norm/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=13_500_000,
+    simulated_budget=22_000_000,
     matrix_budget=8_000_000,
     also_listed=_of_rms,
 )

@@ -354,6 +354,34 @@ def test_a_cluster_has_one_row_after_the_other(text: str, width: int, distributi
     assert not wrong(outputs, reference(problem, tensors))
 
 
+@pytest.mark.parametrize("distribution", ["far_mean", "not_finite", "constant_rows"])
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("a4_bf16_w8_c1_k1", 2048),  # one block, which sends to itself
+        ("a4_bf16_w8_c1_k2", 4096),  # as many as the registers of a cluster hold
+        ("a4_bf16_w8_c1_k4_rms", 8192),
+        ("a4_fp16_w8_c2_k2", 1001),  # a head and a tail, and a block without a chunk
+        ("a4_fp16_w8_c1_k2_rms", 4099),  # longer than the registers
+        ("a4_fp32_w16_c1_k8", 20),  # fewer chunks than blocks
+        ("a4_fp32_w8_c1_k2_rms", 2077),
+    ],
+)
+def test_a_cluster_of_its_own_has_each_row(text: str, width: int, distribution: str) -> None:
+    config = NormClusterKernelConfig.from_short_form(text)
+    problem = full(config, 3, width)
+    (launch,) = config.call(problem, problem.strides(), largest_device(90)).launches
+    assert launch.grid == (3 * config.cluster_blocks, 1, 1)
+    assert "split the call by rows" in config.refusal(
+        replace(problem, rows=2**31 // config.cluster_blocks)
+    )
+    tensors = draw(distribution, problem)
+    check(config, problem, tensors)
+    for name in ("x", "bias"):
+        moved = spread(tensors[name], 0, 1)  # not at a multiple of 16 bytes
+        check(config, problem, {**tensors, name: moved.copy_(tensors[name])})
+
+
 @pytest.mark.parametrize(
     ("text", "clusters"), [("a1_bf16_w16_c4_k4", 64), ("a1_bf16_w32_c4_k8", 16)]
 )

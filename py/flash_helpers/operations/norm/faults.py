@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_helpers.check.faults import Fault, nth, swap
+from flash_helpers.check.faults import Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.ptx import (
+    AbsentBlockError,
     MisalignedError,
     OutOfBoundsError,
     PendingCopyError,
@@ -60,6 +61,10 @@ FAULTS = {
     "a3: the sums of other blocks are read while they are on their way": Fault(
         "a3", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
         "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "value += sums_smem[block]",
+    ),
+    "a4: a block sends before the others have begun": Fault(
+        "a4", BF16, MAIN_LOOP, r"barrier\.cluster\.wait", drop, nth(0),
+        AbsentBlockError, "send(in_block(dst_smem",
     ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
