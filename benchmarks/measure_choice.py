@@ -55,6 +55,8 @@ examples:
     python benchmarks/measure_choice.py --group short lengths --json build/choice.json
   norms by width:
     python benchmarks/measure_choice.py --operation norm --json configs/choice_norm_h200.json
+  layer norm of wide rows alone:
+    python benchmarks/measure_choice.py --operation norm --group layer_norm_bf16 --width 65536
 
 exit status: 0 measured, 1 a kernel failed, 2 wrong usage or no GPU, 130 interrupted
 """
@@ -86,6 +88,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--group", nargs="+", metavar="GROUP", help="of the operation's grid (default: all groups)"
+    )
+    parser.add_argument(
+        "--width",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="of rows: measure no problem of another width (default: all widths)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="leave out problems that the file has"
@@ -139,6 +148,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         for group in arguments.group or groups
         for problem in groups[group]
         if problem not in finished
+        and (not arguments.width or getattr(problem, "width", None) in arguments.width)
     ]
     kernels = {problem: competitors(problem) for _, problem in asked}
     prepare(*dict.fromkeys(config for own in kernels.values() for config in own))

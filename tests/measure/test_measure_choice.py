@@ -36,3 +36,6 @@ def test_a_resumed_run_measures_what_the_file_lacks(monkeypatch, tmp_path, capsy
     assert asked == [*whole]
     assert {row.asked for row in Choices.load(path).problems} == {*whole}
     assert run_tool(capsys, tool, *arguments)[0] == 0 and len(asked) == 6
+    one, other, *_ = whole
+    assert run_tool(capsys, tool, *arguments, "--width", one.width, 3)[0] == 0
+    assert asked[6:] == [problem for problem in whole if problem.width == one.width] != [other]

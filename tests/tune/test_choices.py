@@ -117,6 +117,36 @@ def test_a_much_nearer_problem_of_another_gpu_counts_before_one_of_this_gpu(
     assert config_for(between, other.device) == others
 
 
+@pytest.mark.parametrize("operation", ["norm", "norm_backward"])
+@pytest.mark.parametrize("function", ["layer", "rms"])
+def test_a_file_of_fp32_gives_calls_in_fp32_their_config(
+    operation: str, function: str, measured, monkeypatch
+) -> None:
+    files = []
+    backward = "_backward" if operation == "norm_backward" else ""
+    for dtype in (Element.BF16, Element.FP32):
+        group = f"{function}_norm{backward}_{dtype.short}"
+        problems = OPERATIONS[operation].part("grid").GROUPS[group]
+        assert {problem.tensor("x").bytes for problem in problems} == {2**28}
+        rows = tuple(
+            replace(
+                measured.problems[0],
+                group=group,
+                problem=problem.record(),
+                kernels={config.short_form(): 1.0 + n for n, config in enumerate(own)},
+            )
+            for problem in problems
+            for own in (competitors(problem)[:: 1 if dtype is Element.BF16 else -1],)
+        )
+        files.append(replace(measured, problems=rows))
+    monkeypatch.setattr(best, "load_choices", lambda folder: tuple(files))
+    gpu = measured.provenance.device
+    for row in files[1].problems:
+        wanted = competitors(row.asked)[-1]
+        assert config_for(row.asked, gpu) == wanted
+        assert config_for(replace(row.asked, rows=row.asked.rows * 3 // 4), gpu) == wanted
+
+
 def test_a_config_stands_for_the_one_of_its_tile_that_takes_the_problem(measured) -> None:
     asked = AttentionForward(64, 12, 77, dtype=Element.FP16, sinks=True, window_left=10)
     found = measured.ranked(asked, H100)

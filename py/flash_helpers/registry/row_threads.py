@@ -249,6 +249,12 @@ def beside_narrow(shapes: Sequence[Fields], narrow: Sequence[Fields]) -> Sequenc
     return large if narrow and large else shapes
 
 
+def in_dtype(problem: Any, dtype: Element) -> Any:
+    """Return a problem in 16 bits in another dtype, with as many bytes per matrix."""
+    rows = problem.rows * problem.dtype.bytes // dtype.bytes
+    return replace(problem, rows=max(1, rows), dtype=dtype)
+
+
 def with_twice_the_rows(groups: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
     """Return groups of wide rows in bf16, twice as many as in the groups given: of 2048 rows the
     last two take 66 clusters as long as 64 do, 3% of the time."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flash_helpers.operations.add_norm.problem import AddNorm
 from flash_helpers.operations.add_norm.problems import measured
-from flash_helpers.operations.norm.grid import MOST_THREADS, distance
+from flash_helpers.operations.norm.grid import distance
 from flash_helpers.registry.add_norm import MOST_CHUNKS, SUM_REGISTERS
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_threads import GRID_WIDTHS, Fields, competing_shapes
@@ -21,6 +21,7 @@ GROUPS = {
     for rms in (False, True)
     for dtype in (Element.BF16, Element.FP32)
 }
+MOST_THREADS = 1024  # of a row
 
 
 def competing(problem: AddNorm) -> list[tuple[str, Fields]]:

@@ -3,14 +3,11 @@ there. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flash_helpers import gpu
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import measured
 from flash_helpers.registry.problem import Element
 from flash_helpers.registry.row_clusters import (
-    ONE_BLOCK_CLUSTERS,
     ONE_BLOCK_WARPS,
     competing_clusters,
 )
@@ -18,8 +15,8 @@ from flash_helpers.registry.row_threads import (
     GRID_WIDTHS,
     HALF_CHUNKS,
     Fields,
-    beside_narrow,
     competing_shapes,
+    in_dtype,
     narrow_in_flight,
     octaves,
     shapes_in_flight,
@@ -28,38 +25,47 @@ from flash_helpers.registry.row_threads import (
 
 GROUPS = {
     f"{'rms' if rms else 'layer'}_norm_{dtype.short}": tuple(
-        replace(measured(width, rms), dtype=dtype) for width in GRID_WIDTHS
+        in_dtype(measured(width, rms), dtype) for width in GRID_WIDTHS
     )
     for rms in (False, True)
     for dtype in (Element.BF16, Element.FP32)
 }
 GROUPS |= with_twice_the_rows(GROUPS)
-MOST_THREADS = 1024  # of a row
+MOST_THREADS = 512  # of a row
+MOST_OF_A_BLOCK = 2**16  # bytes of a row; clusters alone compete for longer ones
+LEAST_CHUNKS = 4  # of a thread, where some shape has as many
+CLUSTER_CHUNKS = (4, HALF_CHUNKS)  # of a thread of a cluster that has one row
 HALF_WARPS = (8, 16)  # of blocks of which an SM has two or four
 _OTHER_NORM = 100.0  # octaves
 
 
 def competing(problem: Norm) -> list[tuple[str, Fields]]:
-    """Return the step and the fields of each config that competes."""
-    shapes = competing_shapes(problem.width, problem.dtype, MOST_THREADS)
-    clusters = competing_clusters(
-        problem.width, problem.dtype, warps=ONE_BLOCK_WARPS, clusters=ONE_BLOCK_CLUSTERS
-    )
-    found = [
-        ("a3" if shape["cluster_blocks"] > 1 else "a2", {**shape, "rms": problem.rms})
-        for shape in clusters
+    """Return the step and the fields of each config that competes: those that were the fastest of
+    their kind for some width."""
+    width, dtype, rms = problem.width, problem.dtype, problem.rms
+    one_row = [
+        ("a4", {**shape, "rms": rms})
+        for chunks in CLUSTER_CHUNKS
+        for shape in competing_clusters(width, dtype, chunks, HALF_WARPS)
     ]
+    if width * dtype.bytes > MOST_OF_A_BLOCK:
+        several = competing_clusters(width, dtype, warps=ONE_BLOCK_WARPS)
+        return [*one_row, *(("a3", {**shape, "rms": rms}) for shape in several)]
+    shapes = competing_shapes(width, dtype, MOST_THREADS)
+    narrow = list(narrow_in_flight(shapes))
+    large = [shape for shape in shapes if shape["chunks"] >= LEAST_CHUNKS] or shapes
+    if rms:
+        return [*(("r1", s) for s in large), *(("r2", s) for s in narrow), *one_row]
     halves = [
         {"n_warps": s["n_warps"], "chunks": s["chunks"], "row_threads": s["n_warps"] * gpu.WARP}
-        for s in competing_clusters(problem.width, problem.dtype, HALF_CHUNKS, HALF_WARPS, (1,))
+        for s in competing_clusters(width, dtype, HALF_CHUNKS, HALF_WARPS, (1,))
     ]
-    narrow = list(narrow_in_flight(shapes))
-    large = beside_narrow(shapes, narrow)
-    if problem.rms:
-        return [("r1", shape) for shape in large] + [("r2", shape) for shape in narrow] + found
-    one, several = [("n4", s) for s in large], [("n6", s) for s in narrow]
-    several += [("n7", shape) for shape in halves]
-    return one + [("n5", s) for s in narrow or shapes_in_flight(shapes)] + several + found
+    found: list[tuple[str, Fields]] = [("n4", shape) for shape in large]
+    found += [("n6", shape) for shape in narrow]
+    if not narrow and not halves:
+        in_flight = shapes_in_flight(large)
+        found += [("n5", shape) for shape in in_flight if shape["rows_in_flight"] == 1]
+    return [*found, *(("n7", shape) for shape in halves), *one_row]
 
 
 def distance(one: Norm, other: Norm) -> float:

@@ -3,9 +3,7 @@ that compete there. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from flash_helpers.operations.norm.grid import MOST_THREADS, distance
+from flash_helpers.operations.norm.grid import distance
 from flash_helpers.operations.norm_backward.problem import NormBackward
 from flash_helpers.operations.norm_backward.problems import measured
 from flash_helpers.registry.norm_backward_cluster import competing_clusters
@@ -17,6 +15,7 @@ from flash_helpers.registry.row_threads import (
     GRID_WIDTHS,
     Fields,
     competing_shapes,
+    in_dtype,
     with_twice_the_rows,
 )
 
@@ -24,12 +23,13 @@ __all__ = ["GROUPS", "competing", "distance"]
 
 GROUPS = {
     f"{'rms' if rms else 'layer'}_norm_backward_{dtype.short}": tuple(
-        replace(measured(width, rms), dtype=dtype) for width in GRID_WIDTHS
+        in_dtype(measured(width, rms), dtype) for width in GRID_WIDTHS
     )
     for rms in (False, True)
     for dtype in (Element.BF16, Element.FP32)
 }
 GROUPS |= with_twice_the_rows(GROUPS)
+MOST_THREADS = 1024  # of a row
 
 
 def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
@@ -41,7 +41,7 @@ def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
         for step, shapes in (("w1", stages), ("nc1", clusters))
         for shape in shapes
     ]
-    if len(stages) > 1:
+    if len(found) > 1:
         return found
     # of x and dy, and a sum or two of each column
     registers = 2 * CHUNK_REGISTERS + (1 if problem.rms else 2) * CHUNK_BYTES // dtype.bytes
