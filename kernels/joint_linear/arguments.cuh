@@ -13,14 +13,17 @@ struct JointLinearKernelConfig {
     int B_c; // outputs of a thread block; all of a row with a norm
     int n_warps; // of a thread block
     int warp_rows; // rows of a warp, which has a share of the columns
+    int depth; // input features of the weights that stay in shared memory; 0 before jl2
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
     constexpr int row_warps() const { return B_r / warp_rows; }
     constexpr int column_warps() const { return n_warps / row_warps(); }
     constexpr int warp_columns() const { return B_c / column_warps(); }
-    // Bytes of the two buffers of x and of W, in pieces of 64 columns.
-    constexpr int piece_bytes() const { return 2 * (B_r + B_c) * 64 * int(sizeof(Element)); }
+    // Bytes of two buffers of x and of W, in pieces of 64 columns; from jl2 on of two of x, and W.
+    constexpr int piece_bytes() const {
+        return (depth > 0 ? (2 * B_r + B_c) * depth : 2 * (B_r + B_c) * 64) * int(sizeof(Element));
+    }
     // Behind the pieces: bias and weights of the norm, and sums of squares of a warp's part of a
     // row.
     constexpr int smem_bytes() const {
@@ -44,5 +47,6 @@ struct JointLinearKernelArgs {
     int rows, in_features, out_features;
     int context_rows, context_in, context_out;
     int blocks; // thread blocks of the sequence, which come before those of the context
+    int turns; // tiles of a thread block, one behind the other; 1 before jl2
     float eps;
 };

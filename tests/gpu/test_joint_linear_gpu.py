@@ -35,7 +35,7 @@ from flash_helpers.tune.best import choose_config
 pytestmark = pytest.mark.gpu
 
 CONFIGS = [config for config in get_listed_configs() if config.family.operation is OPERATION]
-BF16 = JOINT_LINEAR.fixed_config([*JOINT_LINEAR.steps.values()][-1], Element.BF16)
+BF16 = [JOINT_LINEAR.fixed_config(step, Element.BF16) for step in JOINT_LINEAR.steps.values()]
 TILES = sorted(
     {
         JOINT_LINEAR.fixed_config(JOINT_LINEAR.steps[step], Element.BF16).replace(**fields)
@@ -73,8 +73,10 @@ def test_the_sizes_of_the_target_are_right(
     config: Config, context: int, norm: bool, cuda_device: torch.device
 ) -> None:
     most = config.supports.B_c
-    for batch, length in ((1, 1), (1, 186), (64, 186)):
+    for batch, length in ((1, 1), (1, 186), (64, 186), (300, 186)):
         for features in ((WIDTH, WIDTH), (WIDTH, 3 * WIDTH), (72, 40), (512, 64)):
+            if features[0] > config.supports.most_in:
+                continue
             problem = JointLinear(
                 *(batch, length, features[0], min(features[1], most) if norm else features[1]),
                 context=context,
@@ -106,7 +108,7 @@ def test_contexts_of_other_widths_are_right(config: Config, cuda_device: torch.d
         problem = JointLinear(
             *(5, 100, 96, 128, config.dtype),
             context=33,
-            context_in=200,
+            context_in=120,
             context_out=88,
             norm=norm,
             eps=1e-3,
@@ -120,7 +122,8 @@ def test_norms_of_rows_of_up_to_256_are_right(config: Config, cuda_device: torch
     for width in (136, 256):
         problem = JointLinear(3, 50, width, width, config.dtype, context=9, norm=True)
         inputs = draw("normal", problem, cuda_device)
-        taking = first_that_takes(problem, config.variants())
+        variants = [*config.variants(), *BF16[0].replace(dtype=config.dtype).variants()]
+        taking = first_that_takes(problem, variants)
         check(problem, inputs, run(taking, problem, inputs))
 
 
@@ -165,7 +168,7 @@ def taken(monkeypatch: pytest.MonkeyPatch):
 
     def choose(problem: Problem, device: torch.device) -> Config:
         if isinstance(problem, JointLinear):
-            return first_that_takes(problem, BF16.variants())
+            return first_that_takes(problem, [c for own in BF16[::-1] for c in own.variants()])
         return choose_config(problem, device)
 
     def joint_linear(*args: Any) -> Any:

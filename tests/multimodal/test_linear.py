@@ -235,7 +235,7 @@ def test_without_a_measured_choice_a_gpu_takes_no_kernel(monkeypatch) -> None:
 
 def test_with_a_measured_choice_a_gpu_takes_its_fastest(monkeypatch) -> None:
     problem = replace(GROUPS["joint_linear_norm_bf16"][0], norm=True)
-    (fixed,) = (c for c in JOINT_LINEAR.progression() if c.dtype is Element.BF16)
+    fixed = JOINT_LINEAR.fixed_config(JOINT_LINEAR.steps["jl1"], Element.BF16)
     times = {fixed.short_form(): 0.005, fixed.replace(B_r=16, warp_rows=16).short_form(): 0.004}
     record = MeasuredProblem("joint_linear_norm_bf16", problem.record(), times, {}, 0.0, {})
     (file,) = (

@@ -11,7 +11,7 @@ from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.joint_linear import OPERATION
 from flash_helpers.operations.joint_linear.problem import CONTEXT, JointLinear
-from flash_helpers.operations.joint_linear.supports import JointLinearSupports
+from flash_helpers.operations.joint_linear.supports import MOST_IN, JointLinearSupports
 from flash_helpers.registry.call import (
     FLOAT,
     INT,
@@ -44,6 +44,10 @@ _ROWS = (16, 32, 64, 128)
 _WARP_ROWS = (16, 32, 64)
 # Sums of a thread: with those of 8 warps and more, 128 registers are all that a thread has.
 _MOST_SUMS, _MOST_SUMS_OF_MANY = 128, 64
+# Of an SM in jl2: with more sums of a thread each has more registers.
+_FEW_SUMS, _WARPS_PER_SM, _WARPS_OF_MANY = 32, 16, 12
+
+WEIGHTS_STAY = "weights_stay"  # trait of steps: in shared memory, so that there is a depth
 
 _INPUTS = ("x", "weight", "bias", "norm_weight")
 _STRIDED = ("x", "weight", "y")
@@ -58,7 +62,7 @@ ARGUMENTS = StructLayout(
             **{CONTEXT + name: POINTER for name in _INPUTS},
             **dict.fromkeys(("y", f"{CONTEXT}y"), POINTER),
             **{f"{name}_stride": LONG for name in _STRIDES},
-            **dict.fromkeys((*_SIZES, "blocks"), INT),
+            **dict.fromkeys((*_SIZES, "blocks", "turns"), INT),
             "eps": FLOAT,
         }
     ),
@@ -80,6 +84,11 @@ class JointLinearKernelConfig(Config):
     B_c: int = number("Bc", "outputs of a thread block; all of a row with a norm")
     n_warps: int = number("w", "of a thread block")
     warp_rows: int = number("wr", "rows of a warp, which has a share of the columns")
+    depth: int = number(
+        "in",
+        "input features of the weights that stay in shared memory; 0 before jl2",
+        default=0,
+    )
 
     @property
     def family(self) -> Family[Any]:
@@ -102,22 +111,31 @@ class JointLinearKernelConfig(Config):
         return self.B_c // self.column_warps
 
     @property
+    def _sums(self) -> int:
+        """Sums of a thread."""
+        return self.warp_rows * self.warp_columns // gpu.WARP
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block in bytes: two pieces of x and of W, bias and weights
-        of the norm, and a sum for each row and each of its warps."""
+        of the norm, and a sum for each row and each of its warps. From jl2 on two whole tiles of x,
+        and one of W."""
         pieces = BUFFERS * (self.B_r + self.B_c) * PIECE * ELEMENT_BYTES
+        if self.depth:
+            pieces = (BUFFERS * self.B_r + self.B_c) * self.depth * ELEMENT_BYTES
         sums = self.B_r * self.column_warps * Element.FP32.bytes
         return pieces + 2 * self.B_c * ELEMENT_BYTES + sums
 
     @property
     def supports(self) -> JointLinearSupports:
         """Streams of any number of tokens; with a norm, rows of up to B_c outputs."""
-        return JointLinearSupports(self.dtype, CHUNK_BYTES, self.B_r, self.B_c, PIECE)
+        most_in = self.depth or MOST_IN
+        return JointLinearSupports(self.dtype, CHUNK_BYTES, self.B_r, self.B_c, PIECE, most_in)
 
     def variants(self) -> tuple[JointLinearKernelConfig, ...]:
-        """Return the config, and that of the step with the most columns, for norms of wide rows."""
-        wide = self.replace(**_WIDE)
-        return (self,) if self.B_c >= wide.B_c else (self, wide)
+        """Return the config, and for norms of wide rows that of the step with the most columns,
+        where weights do not stay."""
+        return (self,) if self.depth or self.B_c >= MOST_COLUMNS else (self, self.replace(**_WIDE))
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
@@ -147,7 +165,13 @@ class JointLinearKernelConfig(Config):
                 f"{self.column_warps} warps share B_c {self.B_c} columns, which is not a multiple "
                 f"of {MMA_K} for each: choose n_warps {row_warps}"
             )
-        sums = self.warp_rows * self.warp_columns // gpu.WARP
+        stays = WEIGHTS_STAY in self.step.traits
+        if stays and (self.depth % PIECE or self.depth < self.B_c):
+            raise ValueError(
+                f"depth {self.depth} is not a multiple of {PIECE} from B_c {self.B_c} on, whose "
+                f"outputs take the place of x: choose {self.B_c}"
+            )
+        sums = self._sums
         most = _MOST_SUMS if self.n_warps <= MAX_WARPS // 4 else _MOST_SUMS_OF_MANY
         if sums > most:
             raise ValueError(
@@ -161,10 +185,11 @@ class JointLinearKernelConfig(Config):
                 f"over the limit {MOST_SMEM}: choose a smaller B_r or B_c"
             )
 
-    def _tiles(self, problem: JointLinear) -> tuple[int, int]:
-        """Return the thread blocks of the sequence and those of the context."""
+    def _tiles(self, problem: JointLinear, turns: int = 1) -> tuple[int, int]:
+        """Return the thread blocks of the sequence and those of the context, which have so many
+        tiles of rows."""
         own, of_context = (
-            -(-rows // self.B_r) * -(-columns // self.B_c)
+            -(-rows // (self.B_r * turns)) * -(-columns // self.B_c)
             for rows, columns in (
                 (problem.rows, problem.out_features),
                 (problem.context_rows, problem.context_out),
@@ -172,10 +197,27 @@ class JointLinearKernelConfig(Config):
         )
         return own, of_context
 
+    def _turns(self, problem: JointLinear, device: Device) -> int:
+        """Return the tiles of rows of a thread block: so many that all thread blocks run at
+        once."""
+        if not self.depth:
+            return 1
+        capability = 10 * device.capability[0] + device.capability[1]
+        smem = gpu.SMEM_BYTES.get(capability, MOST_SMEM) + gpu.RESERVED_SMEM_BYTES
+        warps = _WARPS_OF_MANY if self._sums > _FEW_SUMS else _WARPS_PER_SM
+        per_sm = min(warps // self.n_warps, smem // (self.smem_bytes + gpu.RESERVED_SMEM_BYTES))
+        if self._sums > _MOST_SUMS_OF_MANY or per_sm == 0:
+            per_sm = 1
+        # The last thread block of each stream and of all columns may have fewer tiles
+        unfilled = sum(-(-x // self.B_c) for x in (problem.out_features, problem.context_out))
+        room = max(1, per_sm * device.sms - unfilled)
+        return max(1, -(-sum(self._tiles(problem)) // room))
+
     def call(self, problem: JointLinear, strides: Strides, device: Device) -> Call:
         """Return one launch, in which thread blocks have a tile of one of the two streams."""
         names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
-        own, of_context = self._tiles(problem)
+        turns = self._turns(problem, device)
+        own, of_context = self._tiles(problem, turns)
         values: dict[str, tuple[float, ...]] = {
             **{
                 f"{name}_stride": (_row_stride(strides[name]),)
@@ -184,6 +226,7 @@ class JointLinearKernelConfig(Config):
             },
             **{name: (getattr(problem, name),) for name in _SIZES},
             "blocks": (own,),
+            "turns": (turns,),
             "eps": (problem.eps,),
         }
         launch = Launch(
@@ -204,10 +247,10 @@ class JointLinearKernelConfig(Config):
         return blocks * self.B_r * self.B_c * max(problem.in_features, problem.context_in)
 
     def most_runs(self, problem: JointLinear, device: Device) -> int:
-        """Return the turns of the loop over pieces, and as many again for each row of a tile, for
-        loops that nvcc does not unroll."""
+        """Return the turns of the loop over pieces of all tiles, and as many again for each row of
+        a tile, for loops that nvcc does not unroll."""
         pieces = -(-max(problem.in_features, problem.context_in) // PIECE)
-        return 2 * (pieces + 1) * (self.B_r + self.B_c)
+        return 2 * (pieces + 1) * (self.B_r + self.B_c) * (self._turns(problem, device) + 2)
 
     def counted_on(self, size: int) -> JointLinear:
         """Return a problem of about as many input features."""
@@ -239,7 +282,7 @@ JOINT_LINEAR = Family(
     prefix="jl",
     rank=29,
     config=JointLinearKernelConfig,
-    base=MappingProxyType({"B_r": 64, "B_c": 128, "n_warps": 4, "warp_rows": 32}),
+    base=MappingProxyType({"B_r": 64, "B_c": 128, "n_warps": 4, "warp_rows": 32, "depth": 0}),
     entries=(
         StepEntry(
             "two_streams",
@@ -253,12 +296,20 @@ JOINT_LINEAR = Family(
             },
             traits=frozenset({HELD_BACK}),
         ),
+        StepEntry(
+            "weights_stay",
+            "weights stay in shared memory, and tiles of rows go past them",
+            "kernels/joint_linear/jl2.cuh",
+            sets={"depth": PIECE * 2},
+            opens={"B_c": (64, 128), "depth": (PIECE, 2 * PIECE, 4 * PIECE)},
+            traits=frozenset({WEIGHTS_STAY, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"linear_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/joint_linear/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=2_000_000,
-    matrix_budget=2_000_000,
+    simulated_budget=3_500_000,
+    matrix_budget=2_500_000,
 )

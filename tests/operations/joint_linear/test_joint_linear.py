@@ -12,6 +12,7 @@ from tiers import committed, each
 
 import flash_attention
 from flash_helpers.check.errors import measure_error
+from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.joint_linear import OPERATION
 from flash_helpers.operations.joint_linear.baselines import computed, run
@@ -34,6 +35,12 @@ def bf16() -> JointLinearKernelConfig:
     return JOINT_LINEAR.fixed_config(JOINT_LINEAR.steps["jl1"], Element.BF16)
 
 
+def made(step: str, **fields: int) -> JointLinearKernelConfig:
+    """The fixed config of a step in bf16, with some fields changed."""
+    fixed = JOINT_LINEAR.fixed_config(JOINT_LINEAR.steps[step], Element.BF16)
+    return fixed.replace(**fields)
+
+
 def drawn(problem: JointLinear, distribution: str = "normal") -> Tensors:
     """The inputs, and an empty output of the context if the problem has one."""
     found = draw(distribution, problem)
@@ -43,11 +50,13 @@ def drawn(problem: JointLinear, distribution: str = "normal") -> Tensors:
     return found
 
 
-def check(config: Config, problem: JointLinear, given: Tensors) -> Tensors:
+def check(
+    config: Config, problem: JointLinear, given: Tensors, device: Device | None = None
+) -> Tensors:
     """Simulate, watched, and compare with the reference; return the outputs."""
     call = prepare(config, *problem.arranged(given), **problem.call_options())
     assert call.problem == problem
-    found = call.simulate(keep_going=True)
+    found = call.simulate(keep_going=True, device=device)
     assert not found.faults
     wanted = reference(problem, given)
     assert {*wanted.bounds} == {tensor.name for tensor in problem.outputs}
@@ -198,27 +207,62 @@ def test_rows_with_gaps_are_taken_as_they_are(config: JointLinearKernelConfig) -
 
 SHAPES = sorted(
     {
-        tuple(fields.items())
+        made(step, **fields)
         for group in GROUPS.values()
         for problem in group
-        for _, fields in competing(problem)
+        for step, fields in competing(problem)
     }
 )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "_".join(f"{n}{x}" for n, x in shape))
-def test_the_tiles_that_compete_are_right(shape, bf16: JointLinearKernelConfig) -> None:
+@pytest.mark.parametrize("config", SHAPES, ids=lambda config: config.short_form())
+def test_the_tiles_that_compete_are_right(config: JointLinearKernelConfig) -> None:
     problem = JointLinear(1, 19, 72, 64, context=2, bias=True, norm=True, eps=0.01)
-    check(bf16.replace(**dict(shape)), problem, drawn(problem))
+    check(config, problem, drawn(problem))
 
 
 @pytest.mark.parametrize(
-    "tile", ["Br16_Bc64_w1_wr16", "Br32_Bc64_w2_wr16", "Br64_Bc64_w2_wr64", "Br16_Bc192_w12_wr16"]
+    "tile",
+    [
+        "jl1_bf16_Br16_Bc64_w1_wr16",
+        "jl1_bf16_Br32_Bc64_w2_wr16",
+        "jl1_bf16_Br64_Bc64_w2_wr64",
+        "jl1_bf16_Br16_Bc192_w12_wr16",
+        "jl2_bf16_Br16_Bc64_w1_wr16_in256",
+        "jl2_bf16_Br32_Bc64_w4_wr16_in64",
+    ],
 )
-def test_other_numbers_of_warps_are_right(tile: str) -> None:
-    config = JointLinearKernelConfig.from_short_form(f"jl1_bf16_{tile}")
-    problem = JointLinear(1, 18, 72, 64, bias=True, norm=True)
+def test_other_numbers_of_warps_and_depths_are_right(tile: str) -> None:
+    config = JointLinearKernelConfig.from_short_form(tile)
+    problem = JointLinear(1, 18, 64, 64, bias=True, norm=True)
     check(config, problem, drawn(problem))
+
+
+@pytest.mark.parametrize(
+    "tile", ["Br16_Bc64_w2_wr16_in128", "Br16_Bc128_w8_wr16_in128", "Br32_Bc128_w4_wr32_in128"]
+)
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_thread_block_has_several_tiles_of_rows(tile: str, norm: bool) -> None:
+    """On a GPU of one SM: an odd number of them and an even one, and fewer in the last block."""
+    config = JointLinearKernelConfig.from_short_form(f"jl2_bf16_{tile}")
+    problem = JointLinear(1, 11 * 16 + 3, 72, 64 if norm else 136, context=50, bias=True, norm=norm)
+    device = Device("a GPU", (9, 0), 1)
+    (launch,) = config.call(problem, problem.strides(), device).launches
+    assert launch.values["turns"][0] > 1
+    check(config, problem, drawn(problem), device)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 256, 1024])
+def test_all_thread_blocks_of_jl2_run_at_once(batch: int) -> None:
+    problem, hopper = OPERATION.measured(batch), largest_device(90)
+    for config in (config for config in SHAPES if config.depth):
+        (launch,) = config.call(problem, problem.strides(), hopper).launches
+        (turns,) = launch.values["turns"]
+        per_sm = min(16 // config.n_warps, 228 * 1024 // (config.smem_bytes + 1024))
+        assert launch.n_blocks <= per_sm * hopper.sms
+        rows = config.B_r * turns
+        assert launch.n_blocks >= 3 * problem.rows / rows  # and all rows have one
+        assert 3 * problem.rows <= launch.values["blocks"][0] * rows
 
 
 def test_rows_of_256_outputs_have_a_norm() -> None:
@@ -287,12 +331,10 @@ def test_one_grid_has_the_tiles_of_both_streams(tile: str, batch: int, blocks: i
     assert not call.buffers
 
 
-def test_eight_tiles_at_most_compete_for_a_problem_and_all_take_it(
-    bf16: JointLinearKernelConfig,
-) -> None:
+def test_eight_tiles_at_most_compete_for_a_problem_and_all_take_it() -> None:
     for group in GROUPS.values():
         for problem in group:
-            configs = [bf16.replace(**fields) for _, fields in competing(problem)]
+            configs = [made(step, **fields) for step, fields in competing(problem)]
             assert len({*configs}) == len(configs) <= 8
             assert not any(config.refusal(problem) for config in configs)
 
@@ -361,6 +403,9 @@ def test_tensors_that_a_kernel_does_not_take_are_refused(
 
 def test_what_is_too_large_is_refused(bf16: JointLinearKernelConfig) -> None:
     assert "in_features 520 is over the limit 512" in bf16.refusal(JointLinear(1, 1, 520, 8))
+    assert "in_features 136 is over the limit 128 (jl2_bf16" in made("jl2").refusal(
+        JointLinear(1, 1, 136, 8)
+    )
     assert "context_in 520 is over" in bf16.refusal(
         JointLinear(1, 1, 8, 8, context=1, context_in=520)
     )
@@ -373,6 +418,7 @@ def test_what_is_too_large_is_refused(bf16: JointLinearKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("tile", "text"),
     [
+        ("Br64_Bc128_w4_wr32_in128", "depth 128: jl1 fixes depth 0; choose jl2"),
         ("Br48_Bc128_w4_wr16", "B_r 48 is not built: choose one of 16, 32, 64, 128"),
         ("Br64_Bc128_w4_wr8", "warp_rows 8 is not built: choose one of 16, 32, 64"),
         ("Br64_Bc96_w4_wr32", "B_c 96 is not a multiple of 64 up to 256: choose 128"),
@@ -389,3 +435,17 @@ def test_what_is_too_large_is_refused(bf16: JointLinearKernelConfig) -> None:
 def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(tile: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         JointLinearKernelConfig.from_short_form(f"jl1_bf16_{tile}")
+
+
+@pytest.mark.parametrize(
+    ("tile", "text"),
+    [
+        ("Br64_Bc128_w4_wr32", "depth 0 is not a multiple of 64 from B_c 128 on"),
+        ("Br64_Bc128_w4_wr32_in96", "depth 96 is not a multiple of 64 from B_c 128 on.*choose 128"),
+        ("Br64_Bc128_w4_wr32_in64", "depth 64 is not a multiple of 64 from B_c 128 on"),
+        ("Br64_Bc128_w4_wr32_in256", "132096 bytes of shared memory, over the limit 101376"),
+    ],
+)
+def test_a_config_whose_weights_cannot_stay_is_refused_with_a_way_out(tile: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        JointLinearKernelConfig.from_short_form(f"jl2_bf16_{tile}")

@@ -3,6 +3,8 @@ show."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from flash_helpers.check.faults import MAIN_LOOP, Fault, drop, nth
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
@@ -13,13 +15,20 @@ FAULTS = {
     "jl1: a piece is read before other warps have copied their part": Fault(
         "jl1", Element.BF16, MAIN_LOOP, r"bar\.sync", drop, nth(0), RaceError, "ldmatrix",
     ),
+    "jl2: y is written while other warps read x": Fault(
+        "jl2", Element.BF16, MAIN_LOOP, r"bar\.sync", drop, nth(2), RaceError, "st.shared",
+    ),
 }  # fmt: skip
 
 
-def problem_of(config: Config) -> JointLinear:
-    """Return the problem on which faults of a config show: three pieces, tiles of both streams, and
-    a norm."""
-    return JointLinear(1, 20, 136, 128, config.dtype, context=5, bias=True, norm=True)
+def problem_of(config: Any) -> JointLinear:
+    """Return the problem on which faults of a config show: two pieces and a part of a third, if the
+    config takes these, and tiles of both streams; with a norm, whose barrier would stand for that
+    behind x, where weights do not stay."""
+    in_features = min(136, config.supports.most_in)
+    return JointLinear(
+        1, 20, in_features, 128, config.dtype, context=5, bias=True, norm=config.depth == 0
+    )
 
 
 def device_of(config: Config) -> Device:

@@ -10,13 +10,18 @@ from flash_helpers.operations.joint_linear.problem import JointLinear
 from flash_helpers.operations.joint_linear.problems import MEASURED_BATCHES, MEASURED_WIDTH
 
 _LENGTHS = ((186, 64), (64, 0), (186, 0))  # sequence and context
-_FIELDS = ("B_r", "B_c", "n_warps", "warp_rows")
+_FIELDS = ("B_r", "B_c", "n_warps", "warp_rows", "depth")
 _FEW_ROWS = 4000  # up to here small tiles compete, so that every SM has one
-# With a norm a thread block has whole rows.
-_SMALL_TILES = ((16, 64, 4, 16), (16, 128, 4, 16), (16, 128, 8, 16), (32, 64, 4, 16))
-_TILES = ((32, 128, 4, 16), (64, 128, 4, 32), (64, 192, 4, 32), (128, 128, 8, 32))
-_SMALL_ROWS = ((16, 128, 2, 16), (16, 128, 4, 16), (16, 128, 8, 16), (32, 128, 4, 16))
-_ROWS = ((32, 128, 4, 32), (64, 128, 4, 32), (64, 128, 8, 32), (128, 128, 8, 32))
+# Of jl1, and with a depth of jl2. With a norm a thread block has whole rows.
+_SMALL_TILES = ((16, 64, 4, 16, 0), (16, 128, 4, 16, 0), (16, 128, 8, 16, 0), (32, 64, 4, 16, 0))
+_SMALL_ROWS = ((16, 128, 2, 16, 0), (16, 128, 4, 16, 0), (16, 128, 8, 16, 0), (32, 128, 4, 16, 0))
+_OF_FEW = ((32, 128, 4, 32, 0), (64, 128, 4, 32, 0), (16, 128, 8, 16, 128))
+_TILES = ((64, 128, 4, 32, 0), (64, 192, 4, 32, 0), (128, 128, 8, 32, 0))
+_ROWS = ((64, 128, 4, 32, 0), (64, 128, 8, 32, 0), (128, 128, 8, 32, 0))
+_OF_MANY = (
+    *((32, 128, 4, 32, 0), (32, 128, 4, 32, 128), (64, 128, 4, 32, 128)),
+    *((64, 128, 8, 32, 128), (128, 128, 8, 32, 128)),
+)
 _NORM, _WIDTHS = 100.0, 4.0  # octaves between problems with a norm and without, of other widths
 
 GROUPS = {
@@ -35,10 +40,13 @@ GROUPS = {
 
 def competing(problem: JointLinear) -> list[tuple[str, dict[str, Any]]]:
     """Return the step and the fields of each config that competes."""
-    small, large = (_SMALL_ROWS, _ROWS) if problem.norm else (_SMALL_TILES, _TILES)
-    is_small = problem.rows + problem.context_rows <= _FEW_ROWS
-    tiles = (*small, *large[:2]) if is_small else (*small[-1:], *large)
-    return [("jl1", dict(zip(_FIELDS, tile, strict=True))) for tile in tiles]
+    tiles: tuple[tuple[int, ...], ...]
+    if problem.rows + problem.context_rows <= _FEW_ROWS:
+        tiles = (*(_SMALL_ROWS if problem.norm else _SMALL_TILES), *_OF_FEW)
+    else:
+        tiles = (*(_ROWS if problem.norm else _TILES), *_OF_MANY)
+    shapes = (dict(zip(_FIELDS, tile, strict=True)) for tile in tiles)
+    return [("jl2" if shape["depth"] else "jl1", shape) for shape in shapes]
 
 
 def distance(one: JointLinear, other: JointLinear) -> float:

@@ -21,6 +21,7 @@ class JointLinearSupports(WithoutOptions):
 
     `alignment`: bytes that a thread copies at once; rows begin at multiples of it. `B_r`, `B_c`:
     rows and outputs of a thread block. `piece`: input features of a piece in shared memory.
+    `most_in`: the most input features.
     """
 
     dtype: Element
@@ -28,6 +29,7 @@ class JointLinearSupports(WithoutOptions):
     B_r: int
     B_c: int
     piece: int
+    most_in: int
 
     @property
     def chunk(self) -> int:
@@ -53,10 +55,11 @@ class JointLinearSupports(WithoutOptions):
                     f"{name} {size} is not a multiple of {self.chunk} ({kernel}): pad the weights "
                     f"to {-(-size // self.chunk) * self.chunk}, or let PyTorch compute it"
                 )
-            if "in" in name.split("_") and size > MOST_IN:
-                return (
-                    f"{name} {size} is over the limit {MOST_IN} ({kernel}): let PyTorch compute it"
-                )
+            if "in" in name.split("_") and size > self.most_in:
+                way_out = "let PyTorch compute it"
+                if self.most_in < MOST_IN:
+                    way_out = "choose a config with a larger depth, or jl1"
+                return f"{name} {size} is over the limit {self.most_in} ({kernel}): {way_out}"
             if problem.norm and "out" in name.split("_") and size > self.B_c:
                 return (
                     f"{name} {size} is over {self.B_c}, the columns of a thread block, which norms "
@@ -98,7 +101,7 @@ class JointLinearSupports(WithoutOptions):
         return {
             "length": "1 or more",
             "context": "0 or more, with widths of its own",
-            "in_features": f"multiples of {self.chunk} up to {MOST_IN}",
+            "in_features": f"multiples of {self.chunk} up to {self.most_in}",
             "out_features": f"multiples of {self.chunk}; with a norm up to B_c, at most 256",
             "options": "bias; RMS norm with any eps",
             "strides": "1 along a token; one distance of all tokens",
@@ -113,12 +116,13 @@ class JointLinearSupports(WithoutOptions):
         chunk, dtype = self.chunk, self.dtype
         yield JointLinear(1, 1, chunk, chunk, dtype)
         yield JointLinear(1, 1, chunk, chunk, dtype, bias=True, norm=True)
-        yield JointLinear(1, self.B_r + 1, self.piece + chunk, self.B_c, dtype, norm=True)
+        more = min(self.piece + chunk, self.most_in)
+        yield JointLinear(1, self.B_r + 1, more, self.B_c, dtype, norm=True)
         yield JointLinear(2, 3, 2 * chunk, self.B_c + chunk, dtype, context=1, bias=True)
         yield JointLinear(
             *(1, 2, self.piece, 3 * chunk, dtype),
             context=5,
-            context_in=2 * self.piece + chunk,
+            context_in=min(2 * self.piece + chunk, self.most_in),
             context_out=2 * chunk,
             bias=True,
             norm=True,
