@@ -55,8 +55,8 @@ examples:
     python benchmarks/measure_choice.py --group short lengths --json build/choice.json
   norms by width:
     python benchmarks/measure_choice.py --operation norm --json configs/choice_norm_h200.json
-  layer norm of wide rows alone:
-    python benchmarks/measure_choice.py --operation norm --group layer_norm_bf16 --width 65536
+  rows of one width, beside a copy alone:
+    python benchmarks/measure_choice.py --operation norm --width 65536 --library copy
 
 exit status: 0 measured, 1 a kernel failed, 2 wrong usage or no GPU, 130 interrupted
 """
@@ -97,6 +97,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of rows: measure no problem of another width (default: all widths)",
     )
     parser.add_argument(
+        "--library",
+        nargs="+",
+        metavar="NAME",
+        help="beside the kernels (default: all of the operation)",
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="leave out problems that the file has"
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="(default: 3)")
@@ -130,11 +136,17 @@ def run(arguments: argparse.Namespace, command: str) -> int:
             f"--group {', '.join(sorted(unknown))}: the grid of {operation.name} has "
             f"{', '.join(groups)}"
         )
+    names = arguments.library or [*operation.libraries]
+    if unknown := set(names) - {*operation.libraries}:
+        raise ValueError(
+            f"--library {', '.join(sorted(unknown))}: {operation.name} is measured beside "
+            f"{', '.join(operation.libraries)}"
+        )
     backend = find_backend("cuda")
     end = time.monotonic() + arguments.time_budget
     protocol = Protocol(rounds=arguments.rounds, min_rounds=arguments.rounds, loads=(LOAD,))
     timer, sensor = make_timer(backend.device, protocol), GpuSensor(backend.device)
-    libraries = library_contenders(operation)[:-1]  # without the control
+    libraries = [c for c in library_contenders(operation) if c.name in names]  # not the control
     found = Choices(
         provenance_here(backend, command, arguments, ROOT),
         protocol,

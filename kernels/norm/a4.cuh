@@ -227,8 +227,7 @@ __global__ void __cluster_dims__(Kernels::value.cluster_blocks, 1, 1)
     const auto *bias_gmem = static_cast<const ElementOf<kDType> *>(args.bias); // (width)
 
     // A row of x is a head, chunks that begin at multiples of 16 bytes, and a tail. Head and tail
-    // have less than a chunk each, together at most 14 elements of 16 bits: one per thread, or two
-    // where 8 threads have the row.
+    // have less than a chunk each, together at most 14 elements of 16 bits: one per thread.
     const int head = min(elements_to_boundary(x_gmem), width);
     const int n_chunks = (width - head) / kChunk;
     const int n_edges = width - n_chunks * kChunk;
