@@ -162,7 +162,8 @@ def attend(
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return _by_pytorch(q, k, v, mask, dropout)
     sizes = (q.shape[0], q.shape[1], k.shape[1])
-    if torch.compiler.is_compiling():
+    # the second where a gradient is traced, which PyTorch 2.11 does not call compiling
+    if torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in sizes):
         sizes = (_TRACED[0], _TRACED[1], _TRACED[1])
     batch, len_q, len_k = sizes
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -118,3 +118,24 @@ def test_gradients_are_the_same_when_compiled() -> None:
     torch.compile(loss, fullgraph=True, backend="aot_eager")(modules[1], given, TABLE).backward()
     for one, other in zip(*(m.parameters() for m in modules), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_gradients_of_any_batch_are_compiled(monkeypatch) -> None:
+    """The recomputation is traced with symbols as sizes, and asks for a kernel of attention too."""
+    attend = _joint.attend
+    monkeypatch.setattr(_joint, "attend", lambda *qkv: attend(*qkv, backend="kernels"))
+    sizes = {"width": 64, "heads": 1}
+    module = SelfAttention(**sizes, backend="kernels").to(BF16)
+    given = [drawn(3, LENGTH, 64, seed=1).to(BF16)]
+
+    def compiled_loss(x: Tensor) -> Tensor:
+        return module(x).float().square().sum()
+
+    torch.compile(compiled_loss, fullgraph=True, dynamic=True, backend="aot_eager")(
+        *given
+    ).backward()
+    found = [x.grad for x in module.parameters()]
+    module.zero_grad()
+    compiled_loss(*given).backward()
+    for one, other in zip(found, module.parameters(), strict=True):
+        assert one is not None and other.grad is not None and torch.equal(one, other.grad)
