@@ -310,6 +310,6 @@ JOINT_LINEAR = Family(
     header=PurePosixPath("kernels/joint_linear/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=3_500_000,
-    matrix_budget=2_500_000,
+    simulated_budget=4_000_000,
+    matrix_budget=200_000,
 )

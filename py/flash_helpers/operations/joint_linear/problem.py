@@ -67,15 +67,19 @@ class JointLinear(Problem):
 
     batch: int = option("batch size", most=MAX_EXPORTED)
     length: int = option("tokens of each sequence", title="sequence length", most=MAX_EXPORTED)
-    in_features: int = option("elements of a token of x", title="input features")
-    out_features: int = option("elements of a token of y")
+    in_features: int = option("elements of a token of x", title="input features", most=MAX_EXPORTED)
+    out_features: int = option("elements of a token of y", most=MAX_EXPORTED)
     dtype: Element = Element.BF16
     _: KW_ONLY
     bias: bool = option("a bias is added to each output", False)
     norm: bool = option("RMS norm of each token of y, with a weight", False)
     context: int = option("tokens of each context, 0 for none", 0, least=0, most=MAX_EXPORTED)
-    context_in: int = option("in_features of the context, by default as x", None, metavar="N")
-    context_out: int = option("out_features of the context, by default as y", None, metavar="N")
+    context_in: int = option(
+        "in_features of the context, by default as x", None, metavar="N", most=MAX_EXPORTED
+    )
+    context_out: int = option(
+        "out_features of the context, by default as y", None, metavar="N", most=MAX_EXPORTED
+    )
     eps: float = option("added to the mean of squares", EPS, least=0, metavar="EPS")
 
     def __post_init__(self) -> None:
