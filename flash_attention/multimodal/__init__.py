@@ -6,9 +6,9 @@
     y = model(x, condition, context)
 
 A model is of `MultimodalTransformer`, a layer of `TransformerBlock`; `SelfAttention`,
-`CrossAttention` and `JointAttention` stand alone, too. Attention runs in a kernel where the
-registry has one for the problem, and in PyTorch everywhere else (`attend`). All other parts run in
-PyTorch, on any of its devices. `places()` tells which part runs where.
+`CrossAttention` and `JointAttention` stand alone, too. Attention, and the linear layers before and
+behind it, run in a kernel where the registry has one for the problem, and in PyTorch everywhere
+else. All other parts run in PyTorch, on any of its devices. `places()` tells which part runs where.
 """
 
 from flash_attention.multimodal._attend import Backend, attend

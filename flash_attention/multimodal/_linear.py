@@ -47,7 +47,11 @@ class Stream(NamedTuple):
         that they do."""
         parts = [self.layer] if self.norm is None else [self.layer, self.norm]
         hooks = (x for part in parts for x in (part._forward_hooks, part._forward_pre_hooks))
-        return type(self.layer) is nn.Linear and not any(hooks)
+        if type(self.layer) is not nn.Linear or any(hooks):
+            return False
+        return self.norm is None or (
+            isinstance(self.norm, nn.RMSNorm) and self.norm.weight is not None
+        )
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return tokens and weights by the names of the operation's problem."""

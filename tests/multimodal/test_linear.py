@@ -176,7 +176,12 @@ def test_layers_that_are_more_than_their_weights_are_called(taken) -> None:
     hooked.register_forward_hook(lambda module, given, y: y + 1)
     y, _ = linear_streams(Stream(x, hooked), None, kernels=True)
     assert torch.equal(y, hooked(x))
-    assert taken == ["PyTorch"] * 2
+    plain = nn.Linear(16, 8).to(BF16).requires_grad_(False)
+    for norm in (nn.RMSNorm(8, elementwise_affine=False), nn.LayerNorm(8).to(BF16)):
+        norm.requires_grad_(False)
+        y, _ = linear_streams(Stream(x, plain, norm), None, kernels=True)
+        assert torch.equal(y, norm(plain(x)))
+    assert taken == ["PyTorch"] * 4
 
 
 def test_tokens_that_are_not_contiguous_are_copied(taken) -> None:

@@ -102,7 +102,7 @@ class JointLinearSupports(WithoutOptions):
             "length": "1 or more",
             "context": "0 or more, with widths of its own",
             "in_features": f"multiples of {self.chunk} up to {self.most_in}",
-            "out_features": f"multiples of {self.chunk}; with a norm up to B_c, at most 256",
+            "out_features": f"multiples of {self.chunk}; with a norm up to B_c",
             "options": "bias; RMS norm with any eps",
             "strides": "1 along a token; one distance of all tokens",
         }
