@@ -122,6 +122,9 @@ def _takes(tensors: Mapping[str, Tensor]) -> bool:
         return False
     if any(y.dtype != x.dtype for y in tensors.values()):
         return False
+    # Tensors of other classes, such as quantised or sharded weights, compute in their own way
+    if any(type(y) not in (Tensor, nn.Parameter) for y in tensors.values()):
+        return False
     of_context, context_weight = tensors.get(f"{CONTEXT}x"), tensors.get(f"{CONTEXT}weight", weight)
     sizes = sizes_asked(x.shape[0], x.shape[1], 0 if of_context is None else of_context.shape[1])
     features = (*weight.shape[::-1], *context_weight.shape[::-1])

@@ -184,6 +184,27 @@ def test_layers_that_are_more_than_their_weights_are_called(taken) -> None:
     assert taken == ["PyTorch"] * 4
 
 
+class Doubled(Tensor):
+    """A weight that stands for twice its elements, as quantised ones stand for others."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Compute on the doubled elements."""
+        plain = [x.as_subclass(Tensor) * 2 if isinstance(x, Doubled) else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_weights_of_another_class_compute_in_their_own_way(taken) -> None:
+    layer = nn.Linear(16, 8, bias=False).to(BF16).requires_grad_(False)
+    x, usual = drawn(1, 2, 16), layer.weight
+    right = nn.functional.linear(x, 2 * usual)
+    del layer.weight
+    layer.weight = usual.data.as_subclass(Doubled)
+    y, _ = linear_streams(Stream(x, layer), None, kernels=True)
+    assert torch.equal(y, right)
+    assert taken == ["PyTorch"]
+
+
 def test_tokens_that_are_not_contiguous_are_copied(taken) -> None:
     layer = nn.Linear(16, 8).to(BF16).requires_grad_(False)
     memory = drawn(2, 5, 18)
@@ -215,6 +236,22 @@ def test_a_module_compiles_to_one_graph_for_all_lengths(taken) -> None:
         found = outputs(compiled, x, CONTEXT, rotary=TABLE)
         assert all(map(torch.equal, found, right))
     assert taken.count("one operation") >= 4
+
+
+def test_the_graph_of_a_compiled_module_has_the_operator(taken) -> None:
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    module = made(JointAttention, bias=True)  # weights that gradients may be asked of
+    right = outputs(module, X, CONTEXT, rotary=TABLE)
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    assert all(map(torch.equal, outputs(compiled, X, CONTEXT, rotary=TABLE), right))
+    assert sum("joint_linear" in name for name in names) == 2
+    assert not any("built-in function linear" in name for name in names)
 
 
 def test_names_of_weights_are_unchanged() -> None:
