@@ -44,10 +44,12 @@ _ROWS = (16, 32, 64, 128)
 _WARP_ROWS = (16, 32, 64)
 # Sums of a thread: with those of 8 warps and more, 128 registers are all that a thread has.
 _MOST_SUMS, _MOST_SUMS_OF_MANY = 128, 64
+_SWIZZLED_ROWS = 8  # whose chunks lie in all banks
 # Of an SM in jl2: with more sums of a thread each has more registers.
 _FEW_SUMS, _WARPS_PER_SM, _WARPS_OF_MANY = 32, 16, 12
 
 WEIGHTS_STAY = "weights_stay"  # trait of steps: in shared memory, so that there is a depth
+CHUNKS_OF_A_COLUMN = "chunks_of_a_column"  # of y, which a thread stores
 
 _INPUTS = ("x", "weight", "bias", "norm_weight")
 _STRIDED = ("x", "weight", "y")
@@ -170,6 +172,13 @@ class JointLinearKernelConfig(Config):
             raise ValueError(
                 f"depth {self.depth} is not a multiple of {PIECE} from B_c {self.B_c} on, whose "
                 f"outputs take the place of x: choose {self.B_c}"
+            )
+        step = self.n_threads // (self.B_c // (CHUNK_BYTES // ELEMENT_BYTES))
+        if CHUNKS_OF_A_COLUMN in self.step.traits and (step % _SWIZZLED_ROWS or self.B_r % step):
+            raise ValueError(
+                f"{self.n_threads} threads store {step} rows of B_c {self.B_c} at once, no "
+                f"multiple of {_SWIZZLED_ROWS} that divides B_r {self.B_r}: choose n_warps "
+                f"{self.B_c * _SWIZZLED_ROWS // (MMA_N * gpu.WARP)}"
             )
         sums = self._sums
         most = _MOST_SUMS if self.n_warps <= MAX_WARPS // 4 else _MOST_SUMS_OF_MANY
@@ -303,6 +312,12 @@ JOINT_LINEAR = Family(
             sets={"depth": PIECE * 2},
             opens={"B_c": (64, 128), "depth": (PIECE, 2 * PIECE, 4 * PIECE)},
             traits=frozenset({WEIGHTS_STAY, HELD_BACK}),
+        ),
+        StepEntry(
+            "fewer_instructions",
+            "fewer instructions for bias, norm and the store of y",
+            "kernels/joint_linear/jl3.cuh",
+            traits=frozenset({CHUNKS_OF_A_COLUMN, HELD_BACK}),
         ),
     ),
     targets=TARGETS,

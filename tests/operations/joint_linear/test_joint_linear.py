@@ -230,6 +230,8 @@ def test_the_tiles_that_compete_are_right(config: JointLinearKernelConfig) -> No
         "jl1_bf16_Br16_Bc192_w12_wr16",
         "jl2_bf16_Br16_Bc64_w1_wr16_in256",
         "jl2_bf16_Br32_Bc64_w4_wr16_in64",
+        "jl3_bf16_Br32_Bc64_w4_wr16_in256",
+        "jl3_bf16_Br16_Bc64_w2_wr16_in64",
     ],
 )
 def test_other_numbers_of_warps_and_depths_are_right(tile: str) -> None:
@@ -242,9 +244,10 @@ def test_other_numbers_of_warps_and_depths_are_right(tile: str) -> None:
     "tile", ["Br16_Bc64_w2_wr16_in128", "Br16_Bc128_w8_wr16_in128", "Br32_Bc128_w4_wr32_in128"]
 )
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_thread_block_has_several_tiles_of_rows(tile: str, norm: bool) -> None:
+@pytest.mark.parametrize("step", ["jl2", "jl3"])
+def test_a_thread_block_has_several_tiles_of_rows(step: str, tile: str, norm: bool) -> None:
     """On a GPU of one SM: an odd number of them and an even one, and fewer in the last block."""
-    config = JointLinearKernelConfig.from_short_form(f"jl2_bf16_{tile}")
+    config = JointLinearKernelConfig.from_short_form(f"{step}_bf16_{tile}")
     problem = JointLinear(1, 11 * 16 + 3, 72, 64 if norm else 136, context=50, bias=True, norm=norm)
     device = Device("a GPU", (9, 0), 1)
     (launch,) = config.call(problem, problem.strides(), device).launches
@@ -253,7 +256,7 @@ def test_a_thread_block_has_several_tiles_of_rows(tile: str, norm: bool) -> None
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64, 256, 1024])
-def test_all_thread_blocks_of_jl2_run_at_once(batch: int) -> None:
+def test_all_thread_blocks_run_at_once_where_weights_stay(batch: int) -> None:
     problem, hopper = OPERATION.measured(batch), largest_device(90)
     for config in (config for config in SHAPES if config.depth):
         (launch,) = config.call(problem, problem.strides(), hopper).launches
@@ -449,3 +452,10 @@ def test_a_config_that_cannot_be_built_is_refused_with_a_way_out(tile: str, text
 def test_a_config_whose_weights_cannot_stay_is_refused_with_a_way_out(tile: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         JointLinearKernelConfig.from_short_form(f"jl2_bf16_{tile}")
+
+
+def test_threads_that_do_not_share_the_rows_of_y_are_refused_with_a_way_out() -> None:
+    text = "64 threads store 4 rows of B_c 128 at once, no multiple of 8.*choose n_warps 4"
+    with pytest.raises(ValueError, match=text):
+        JointLinearKernelConfig.from_short_form("jl3_bf16_Br16_Bc128_w2_wr16_in128")
+    JointLinearKernelConfig.from_short_form("jl3_bf16_Br16_Bc128_w4_wr16_in128")

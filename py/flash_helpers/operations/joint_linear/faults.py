@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_helpers.check.faults import MAIN_LOOP, Fault, drop, nth
+from flash_helpers.check.faults import MAIN_LOOP, Fault, drop, nth, swap
 from flash_helpers.gpu import Device, largest_device
 from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.operations.joint_linear.problem import JointLinear
-from flash_helpers.ptx import RaceError
+from flash_helpers.ptx import OutOfBoundsError, RaceError
 
 FAULTS = {
     "jl1: a piece is read before other warps have copied their part": Fault(
@@ -17,6 +17,10 @@ FAULTS = {
     ),
     "jl2: y is written while other warps read x": Fault(
         "jl2", Element.BF16, MAIN_LOOP, r"bar\.sync", drop, nth(2), RaceError, "st.shared",
+    ),
+    "jl3: rows behind the last are stored": Fault(
+        "jl3", Element.BF16, MAIN_LOOP, r"@exists st\.global", swap("@exists ", ""), nth(-1),
+        OutOfBoundsError, '"r"(int(exists))',
     ),
 }  # fmt: skip
 

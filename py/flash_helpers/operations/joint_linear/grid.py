@@ -12,16 +12,22 @@ from flash_helpers.operations.joint_linear.problems import MEASURED_BATCHES, MEA
 _LENGTHS = ((186, 64), (64, 0), (186, 0))  # sequence and context
 _FIELDS = ("B_r", "B_c", "n_warps", "warp_rows", "depth")
 _FEW_ROWS = 4000  # up to here small tiles compete, so that every SM has one
-# Of jl1, and with a depth of jl2. With a norm a thread block has whole rows.
-_SMALL_TILES = ((16, 64, 4, 16, 0), (16, 128, 4, 16, 0), (16, 128, 8, 16, 0), (32, 64, 4, 16, 0))
-_SMALL_ROWS = ((16, 128, 2, 16, 0), (16, 128, 4, 16, 0), (16, 128, 8, 16, 0), (32, 128, 4, 16, 0))
-_OF_FEW = ((32, 128, 4, 32, 0), (64, 128, 4, 32, 0), (16, 128, 8, 16, 128))
-_TILES = ((64, 128, 4, 32, 0), (64, 192, 4, 32, 0), (128, 128, 8, 32, 0))
-_ROWS = ((64, 128, 4, 32, 0), (64, 128, 8, 32, 0), (128, 128, 8, 32, 0))
-_OF_MANY = (
-    *((32, 128, 4, 32, 0), (32, 128, 4, 32, 128), (64, 128, 4, 32, 128)),
-    *((64, 128, 8, 32, 128), (128, 128, 8, 32, 128)),
+# Of jl1 and jl2 those that were the fastest of 7 or of 8 somewhere. With a norm a thread block has
+# whole rows.
+_SMALL_TILES = (
+    *(("jl1", 16, 64, 4, 16, 0), ("jl1", 16, 128, 4, 16, 0), ("jl1", 32, 64, 4, 16, 0)),
+    *(("jl3", 16, 64, 4, 16, 128), ("jl3", 32, 64, 4, 16, 128)),
 )
+_SMALL_ROWS = (
+    *(("jl1", 16, 128, 2, 16, 0), ("jl1", 16, 128, 4, 16, 0), ("jl1", 16, 128, 8, 16, 0)),
+    ("jl3", 32, 128, 4, 16, 128),
+)
+_OF_FEW = (("jl3", 16, 128, 4, 16, 128), ("jl3", 32, 128, 4, 32, 128))
+_OF_MANY = (
+    *(("jl1", 32, 128, 4, 32, 0), ("jl1", 64, 128, 4, 32, 0), ("jl2", 64, 128, 4, 32, 128)),
+    *(("jl3", 32, 128, 4, 32, 128), ("jl3", 64, 128, 4, 32, 128), ("jl3", 64, 128, 8, 32, 128)),
+)
+_TILES, _ROWS = ("jl3", 64, 64, 4, 32, 128), ("jl3", 128, 128, 8, 32, 128)
 _NORM, _WIDTHS = 100.0, 4.0  # octaves between problems with a norm and without, of other widths
 
 GROUPS = {
@@ -40,13 +46,12 @@ GROUPS = {
 
 def competing(problem: JointLinear) -> list[tuple[str, dict[str, Any]]]:
     """Return the step and the fields of each config that competes."""
-    tiles: tuple[tuple[int, ...], ...]
+    tiles: tuple[tuple[Any, ...], ...]
     if problem.rows + problem.context_rows <= _FEW_ROWS:
         tiles = (*(_SMALL_ROWS if problem.norm else _SMALL_TILES), *_OF_FEW)
     else:
-        tiles = (*(_ROWS if problem.norm else _TILES), *_OF_MANY)
-    shapes = (dict(zip(_FIELDS, tile, strict=True)) for tile in tiles)
-    return [("jl2" if shape["depth"] else "jl1", shape) for shape in shapes]
+        tiles = (*_OF_MANY, _ROWS if problem.norm else _TILES)
+    return [(step, dict(zip(_FIELDS, tile, strict=True))) for step, *tile in tiles]
 
 
 def distance(one: JointLinear, other: JointLinear) -> float:
