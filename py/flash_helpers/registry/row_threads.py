@@ -233,19 +233,16 @@ def shapes_in_flight(shapes: Iterable[Fields]) -> Iterator[Fields]:
                 yield {**shape, "rows_in_flight": rows}
 
 
-def narrow_in_flight(shapes: Iterable[Fields], width: int, dtype: Element) -> Iterator[Fields]:
-    """Yield shapes with which lanes of a warp have a row: those of `shapes_in_flight` with 4 chunks
-    of a thread, since more take registers that other warps need, and those of one row with fewer,
-    of which an SM has more warps instead. shapes: those of one row."""
-    for shape in shapes_in_flight(shapes):
-        is_narrow = shape["row_threads"] <= gpu.WARP
-        if is_narrow and shape["chunks"] * shape["rows_in_flight"] == _LEAST_IN_FLIGHT:
-            yield shape
-    for chunks in _powers(1, _LEAST_IN_FLIGHT // 2):
+def narrow_in_flight(width: int, dtype: Element) -> Iterator[Fields]:
+    """Yield shapes with which lanes of a warp have a row, and a thread 4 chunks of one row or of
+    several: more take registers that other warps need. And those of one row with fewer chunks,
+    of which an SM has more warps in flight instead."""
+    for chunks in _powers(1, _LEAST_IN_FLIGHT):
         row_threads = _power_from(width * dtype.bytes / (chunks * CHUNK_BYTES))
         if LEAST_ROW_THREADS <= row_threads <= gpu.WARP:
             shape = {"n_warps": min(_WARPS), "chunks": chunks, "row_threads": row_threads}
-            yield {**shape, "rows_in_flight": 1}
+            for rows in sorted({1, _LEAST_IN_FLIGHT // chunks}):
+                yield {**shape, "rows_in_flight": rows}
 
 
 def beside_narrow(shapes: Sequence[Fields], narrow: Sequence[Fields]) -> Sequence[Fields]:

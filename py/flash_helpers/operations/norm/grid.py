@@ -52,7 +52,7 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
         several = competing_clusters(width, dtype, warps=ONE_BLOCK_WARPS)
         return [*one_row, *(("a3", {**shape, "rms": rms}) for shape in several)]
     shapes = competing_shapes(width, dtype, MOST_THREADS)
-    narrow = list(narrow_in_flight(shapes, problem.width, problem.dtype))
+    narrow = list(narrow_in_flight(width, dtype))
     large = [shape for shape in shapes if shape["chunks"] >= LEAST_CHUNKS] or shapes
     if rms:
         return [*(("r1", s) for s in large), *(("r2", s) for s in narrow), *one_row]

@@ -40,7 +40,7 @@ def competing(problem: Rows) -> list[tuple[str, Fields]]:
         problem.width, problem.dtype, WIDE_CHUNKS, ONE_BLOCK_WARPS, ONE_BLOCK_CLUSTERS
     )
     one_row = competing_clusters(problem.width, problem.dtype, WIDE_CHUNKS, ONE_ROW_WARPS)
-    narrow = list(narrow_in_flight(shapes, problem.width, problem.dtype))
+    narrow = list(narrow_in_flight(problem.width, problem.dtype))
     return [
         *(("s4", shape) for shape in beside_narrow(shapes, narrow)),
         *(("s5", shape) for shape in narrow),
