@@ -17,8 +17,10 @@ from flash_attention.multimodal._streams import (
     sizes_asked,
     wants_gradients,
 )
+from flash_helpers.kernel_configs import Element
 from flash_helpers.operations.joint_linear.problem import CONTEXT
 from flash_helpers.operations.joint_linear.problem import JointLinear as Problem
+from flash_helpers.tune.best import is_ahead
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -96,18 +98,21 @@ def _is_taken(
 ) -> bool:
     batch, length, context = sizes
     in_features, out_features, context_in, context_out = features
-    return max(in_features, context_in) <= _MOST_IN and has_kernel(
-        device,
-        dtype,
-        lambda element: Problem(
+
+    def posed(element: Element) -> Problem:
+        return Problem(
             *(batch, length, in_features, out_features, element),
             bias=bias,
             norm=norm,
             context=context,
             context_in=context_in,
             context_out=context_out,
-        ),
-    )
+        )
+
+    if max(in_features, context_in) > _MOST_IN or not has_kernel(device, dtype, posed):
+        return False
+    # without a norm and with many tokens the libraries' matrix product is the faster one
+    return is_ahead(posed(Problem.elements[0]), device)
 
 
 @torch.compiler.assume_constant_result  # so that a trace does not look into the registry

@@ -83,13 +83,39 @@ def test_auto_takes_a_kernel_without_a_warning_compiled_and_in_a_graph(heads) ->
     assert (compiled - right).norm() < 0.02 * right.norm()
 
 
-def test_heads_of_16_are_pytorchs_with_one_warning() -> None:
+@pytest.mark.parametrize(
+    ("heads", "texts"), [(8, []), (16, ["d_head 8 is not supported by"])], ids=["of 16", "of 8"]
+)
+def test_heads_that_no_kernel_takes_are_pytorchs_with_one_warning(heads, texts) -> None:
     _attend._warn_once.cache_clear()
-    model = weighted(MultimodalTransformer(layers=3)).bfloat16()
+    model = weighted(MultimodalTransformer(layers=3, heads=heads)).bfloat16()
     x, context, condition = (y[..., :128] for y in inputs(torch.bfloat16))
     with torch.no_grad(), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model(x, condition, context)
         model(x[:, :100], condition)
-    (text,) = (str(each.message) for each in found if "PyTorch computes" in str(each.message))
-    assert "d_head 16 is not supported by" in text
+    said = [str(each.message) for each in found if "PyTorch computes" in str(each.message)]
+    assert len(said) == len(texts)
+    assert all(text in each for text, each in zip(texts, said, strict=True))
+
+
+def test_gradients_are_right_and_recomputed_with_one_warning() -> None:
+    """Joint attention's own kernel has no gradients: those of its recomputation are PyTorch's for
+    heads of 16."""
+    _attend._warn_once.cache_clear()
+    found = {}
+    for backend, dtype in (("torch", torch.float64), ("torch", torch.bfloat16), ("auto", None)):
+        torch.manual_seed(0)
+        module = JointAttention(128, 8, backend=backend).to(DEVICE, dtype or torch.bfloat16)
+        x, context, _ = (y[..., :128] for y in inputs(torch.float64))
+        leaves = [y.to(dtype or torch.bfloat16).requires_grad_() for y in (x, context)]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            outputs = module(*leaves)
+            sum((y.double() * y.detach().double().cos()).sum() for y in outputs).backward()
+        gradients = [y.grad.double().flatten() for y in (*leaves, *module.parameters())]
+        found[backend, dtype] = torch.cat(gradients)
+    right = found["torch", torch.float64]
+    usual, ours = ((found[key] - right).norm() for key in [*found][1:])
+    assert 0 < ours <= 2 * usual
+    assert sum("PyTorch computes" in str(each.message) for each in said) == 1

@@ -155,6 +155,20 @@ def test_a_config_stands_for_the_one_of_its_tile_that_takes_the_problem(measured
     assert not any(config.refusal(asked) for config in found)
 
 
+def test_kernels_are_ahead_where_the_nearest_problem_says_so(measured, monkeypatch) -> None:
+    long = measured.problems[1]  # libraries take 2 ms, kernels 8, and 1 on the other
+    gpu = measured.provenance.device
+    monkeypatch.setattr(best, "load_choices", lambda folder: (measured,))
+    monkeypatch.setattr(best, "_gpu", lambda device: gpu if device == "cuda" else None)
+    assert best.is_ahead(SHORT, "cuda") and not best.is_ahead(LONG, "cuda")
+    assert not best.is_ahead(replace(LONG, batch=3), "cuda") and best.is_ahead(LONG, "cpu")
+    alone = (replace(measured, problems=(replace(long, libraries={}),)),)
+    monkeypatch.setattr(best, "load_choices", lambda folder: alone)
+    assert best.is_ahead(LONG, "cuda")
+    monkeypatch.setattr(best, "load_choices", lambda folder: ())
+    assert best.is_ahead(LONG, "cuda")
+
+
 def test_times_grow_with_the_work(measured) -> None:
     short, _ = measured.problems
     expected = short.expected(replace(SHORT, batch=640), H100)

@@ -31,7 +31,7 @@ from flash_helpers.registry.choice import first_that_takes, preferred_steps
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, variant_for
 from flash_helpers.runtime import library, tensors
-from flash_helpers.tune.choices import load_choices
+from flash_helpers.tune.choices import Choices, load_choices
 from flash_helpers.tune.winners import BestConfig, BestConfigs, load_best
 
 # Octaves by which a problem is farther that was measured on a GPU of another name: kernels that are
@@ -129,6 +129,14 @@ def _example(problem: Problem) -> Problem:
     return replace(problem, **symbols) if symbols else problem
 
 
+def is_ahead(problem: Problem, device: torch.device) -> bool:
+    """Whether kernels were no slower than the operation's libraries on the nearest problem that was
+    measured (`choose_config`). True for the CPU, and where nothing was measured."""
+    gpu = _gpu(device)
+    files = _measured(problem, gpu) if gpu else []
+    return not files or files[0].is_ahead(problem)
+
+
 def newest_that_takes(problem: Problem) -> Config | None:
     """Return the listed config of the last step in the newest family that takes a problem, on any
     GPU or in the simulator; None without one."""
@@ -169,16 +177,22 @@ def _from_grid(problem: Problem, gpu: Device | None) -> dict[Config, None]:
     CPU."""
     if gpu is None:
         return {}
+    files = _measured(problem, gpu)
+    return dict.fromkeys(config for file in files for config in file.ranked(problem, gpu))
+
+
+def _measured(problem: Problem, gpu: Device) -> list[Choices]:
+    """The files of a GPU's compute capability, that with the nearest problem first."""
     capability = ".".join(map(str, gpu.capability))
     files = load_choices(sources_root(package_folder()) / CONFIG_FOLDER)
     own = [file for file in files if file.provenance.compute_capability == capability]
-    own.sort(
+    return sorted(
+        own,
         key=lambda file: (
             not file.tells_of(problem),
             file.distance(problem) + OTHER_GPU * (file.provenance.gpu != gpu.name),
-        )
+        ),
     )
-    return dict.fromkeys(config for file in own for config in file.ranked(problem, gpu))
 
 
 def _variants(configs: Iterable[Config]) -> dict[Config, None]:

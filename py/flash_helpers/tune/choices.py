@@ -165,6 +165,14 @@ class Choices(RecordFile):
         expected = nearest.expected(problem, device) if nearest else {}
         return sorted(expected, key=expected.__getitem__)
 
+    def is_ahead(self, problem: Problem) -> bool:
+        """Whether a kernel was no slower than all libraries on the nearest problem; True if none
+        is of the operation."""
+        nearest = self._nearest(problem)
+        if nearest is None or not nearest.libraries:
+            return True
+        return min(nearest.kernels.values()) <= min(nearest.libraries.values())
+
     def distance(self, problem: Problem) -> float:
         """Return how far the nearest measured problem is, by the operation's grid; infinite if
         none is of the operation."""
