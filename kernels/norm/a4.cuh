@@ -16,16 +16,16 @@
 //   A row of 65536 elements of bf16 has 4 parts of 32 KB, each in the registers of 256 threads: 8
 // chunks of 4 registers per thread. The chunks of the blocks alternate, so that head and tail of a
 // row at any element are with the first threads, as in n7.
-//   Weight and bias come from L1 or L2 for each row, as in n7; a3 keeps them in shared memory. They
-// are 64 KB per block. If the blocks of an SM had all ranks, they would be 256 KB, all of L1. Each
-// byte of x would then come with two bytes from L2.
+//   Weight and bias were to come from L1 for each row, as in n7; a3 keeps them in shared memory.
+//   But
+// a wait at the barrier of a cluster ends with a CCTL.IVALL, which empties L1: they come from L2.
 //   Cost: a cluster begins for each row, which the other blocks of an SM hide, and 4 KB of each
 // load of 256 threads are 12 KB apart from the next.
 // Expected, as a share of a copy at a width of 65536: 91%, where a3 has 89%; of RMS norm 93%.
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 78% of a copy's speed at 65536, without weight and bias 94%; RMS norm 91%.
 //
 // Phases: 1 x to registers, 2 mean and rstd, 3 y.
 
@@ -143,7 +143,9 @@ __device__ __forceinline__ float add_squares(float squares, float &rest, uint4 c
     unpack_chunk_again<kDType>(x_rmem, chunk, zero);
 #pragma unroll
     for (const float x : x_rmem) {
-        rest += kDType == DType::FP32 ? x - mean : 0.0f;
+        if constexpr (kDType == DType::FP32) {
+            rest += x - mean;
+        }
         squares = fmaf(x - mean, x - mean, squares);
     }
     return squares;

@@ -69,18 +69,22 @@ struct NormClusterKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // Of 64 registers per thread.
-    constexpr int blocks_per_sm() const { return 1024 / n_threads(); }
-    // Chunks of a thread in shared memory: of x, weight and bias, which RMS norm has not from a2
-    // on; none from a4 on.
-    constexpr int smem_chunks() const {
-        return norm_cluster >= 4 ? 0 : (norm_cluster >= 2 && rms ? 2 : 3) * chunks;
+    // Of 64 registers per thread. From a5 on as many as 227 KiB of shared memory have room for.
+    constexpr int blocks_per_sm() const {
+        const int threads = 1024 / n_threads(), fitting = 228 * 1024 / (smem_bytes() + 1024);
+        return norm_cluster < 5 || fitting > threads ? threads : fitting > 1 ? fitting : 1;
     }
-    // The chunks; a barrier and a sum of each warp and each block, twice. From a4 on once, and 16
-    // bytes instead of a sum: a number, a mean and a sum.
+    // Chunks of a thread in shared memory: of x, not from a4 on; of weight, not in a4; of bias, not
+    // in a4, and of RMS norm not from a2 on.
+    constexpr int smem_chunks() const {
+        const int bias = norm_cluster >= 2 && rms ? 0 : 1;
+        return norm_cluster == 4 ? 0 : ((norm_cluster < 4 ? 2 : 1) + bias) * chunks;
+    }
+    // The chunks; a barrier and a sum of each warp and each block, twice, in a4 once. From a4 on a
+    // sum has 16 bytes: a number, a mean and a sum.
     constexpr int smem_bytes() const {
-        const int sums = (n_warps + cluster_blocks) * int(sizeof(float));
-        return norm_cluster >= 4 ? 8 + 4 * sums : smem_chunks() * n_threads() * 16 + 2 * (8 + sums);
+        const int sum = norm_cluster >= 4 ? 16 : 4, times = norm_cluster == 4 ? 1 : 2;
+        return smem_chunks() * n_threads() * 16 + times * (8 + (n_warps + cluster_blocks) * sum);
     }
     friend auto operator<=>(const NormClusterKernelConfig &,
                             const NormClusterKernelConfig &) = default;

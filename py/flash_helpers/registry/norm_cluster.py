@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers import gpu
+from flash_helpers.gpu import Device
 from flash_helpers.operations.norm import OPERATION
 from flash_helpers.operations.norm.supports import NormSupports
 from flash_helpers.registry.config import element, flag, number
@@ -25,11 +26,15 @@ from flash_helpers.registry.row_clusters import (
     ONE_BLOCK_WARPS,
     ONE_ROW,
     TARGETS,
+    THREADS_PER_SM,
     WARPS,
     RowClusterConfig,
 )
 
 MOMENTS_BYTES = 16  # of a number, a mean and a sum, for one message
+
+# Trait of steps: blocks have several rows, which come to registers, and keep their weights.
+WEIGHTS_STAY = "weights_stay"
 
 
 @dataclass(frozen=True)
@@ -60,15 +65,30 @@ class NormClusterKernelConfig(RowClusterConfig):
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a sum, of a warp or of a block; of a number, a mean and a sum, where a block has
-        one row."""
-        return MOMENTS_BYTES if ONE_ROW in self.step.traits else Element.FP32.bytes
+        """Bytes of a sum, of a warp or of a block; of a number, a mean and a sum, where these
+        are exchanged."""
+        of_moments = {ONE_ROW, WEIGHTS_STAY} & self.step.traits
+        return MOMENTS_BYTES if of_moments else Element.FP32.bytes
+
+    @property
+    def slots(self) -> int:
+        """Chunks of a thread in shared memory, of the next row, unless it comes to registers."""
+        return 0 if WEIGHTS_STAY in self.step.traits else super().slots
 
     @property
     def choices(self) -> Mapping[str, Sequence[int]]:
         """Values that are built, by the name of a field."""
-        large = {"chunks": LARGE_CHUNKS} if ONE_ROW in self.step.traits else {}
-        return {**super().choices, **large}
+        if not {ONE_ROW, WEIGHTS_STAY} & self.step.traits:
+            return super().choices
+        return {**super().choices, "n_warps": WARPS, "chunks": LARGE_CHUNKS}
+
+    def clusters(self, device: Device) -> int:
+        """Return the clusters that run at the same time; at least one."""
+        per_sm = THREADS_PER_SM // self.n_threads
+        if WEIGHTS_STAY in self.step.traits:
+            room = gpu.LIMITS[90].smem_bytes + gpu.RESERVED_SMEM_BYTES
+            per_sm = max(1, min(per_sm, room // (self.smem_bytes + gpu.RESERVED_SMEM_BYTES)))
+        return device.resident_clusters(self.cluster_blocks, per_sm)
 
     @property
     def supports(self) -> NormSupports:
@@ -133,6 +153,13 @@ NORM_CLUSTER = Family(
             sets={"n_warps": 8, "chunks": 8},
             opens={"n_warps": WARPS, "chunks": LARGE_CHUNKS},
             traits=frozenset({ONE_ROW, HELD_BACK}),
+        ),
+        StepEntry(
+            "weights_stay",
+            "persistent clusters, whose weight and bias stay in shared memory",
+            "kernels/norm/a5.cuh",
+            traits=frozenset({WEIGHTS_STAY, HELD_BACK}),
+            drops=frozenset({ONE_ROW}),
         ),
     ),
     targets=TARGETS,

@@ -66,6 +66,10 @@ FAULTS = {
         "a4", BF16, MAIN_LOOP, r"barrier\.cluster\.wait", drop, nth(0),
         AbsentBlockError, "send(in_block(dst_smem",
     ),
+    "a5: the parts of other blocks are read while they are on their way": Fault(
+        "a5", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
+        "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "part = smem[0]",
+    ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",

@@ -34,7 +34,7 @@ GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 512  # of a row
 MOST_OF_A_BLOCK = 2**16  # bytes of a row; clusters alone compete for longer ones
 LEAST_CHUNKS = 4  # of a thread, where some shape has as many
-CLUSTER_CHUNKS = (4, HALF_CHUNKS)  # of a thread of a cluster that has one row
+PERSISTENT_STEPS = ("a5",)  # whose blocks have weights in shared memory
 HALF_WARPS = (8, 16)  # of blocks of which an SM has two or four
 _OTHER_NORM = 100.0  # octaves
 
@@ -43,19 +43,21 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes: those that were the fastest of
     their kind for some width."""
     width, dtype, rms = problem.width, problem.dtype, problem.rms
-    one_row = [
-        ("a4", {**shape, "rms": rms})
-        for chunks in CLUSTER_CHUNKS
-        for shape in competing_clusters(width, dtype, chunks, HALF_WARPS)
+    clusters: list[tuple[str, Fields]] = [
+        (step, {**shape, "rms": rms})
+        for step in PERSISTENT_STEPS
+        for shape in _of_small_blocks(width, dtype)
     ]
     if width * dtype.bytes > MOST_OF_A_BLOCK:
+        one_row = competing_clusters(width, dtype, HALF_CHUNKS, HALF_WARPS[-1:])
         several = competing_clusters(width, dtype, warps=ONE_BLOCK_WARPS)
-        return [*one_row, *(("a3", {**shape, "rms": rms}) for shape in several)]
+        clusters += [("a4", {**shape, "rms": rms}) for shape in one_row]
+        return clusters + [("a3", {**shape, "rms": rms}) for shape in several]
     shapes = competing_shapes(width, dtype, MOST_THREADS)
     narrow = list(narrow_in_flight(width, dtype))
     large = [shape for shape in shapes if shape["chunks"] >= LEAST_CHUNKS] or shapes
     if rms:
-        return [*(("r1", s) for s in large), *(("r2", s) for s in narrow), *one_row]
+        return [*(("r1", s) for s in large), *(("r2", s) for s in narrow), *clusters]
     halves = [
         {"n_warps": s["n_warps"], "chunks": s["chunks"], "row_threads": s["n_warps"] * gpu.WARP}
         for s in competing_clusters(width, dtype, HALF_CHUNKS, HALF_WARPS, (1,))
@@ -65,7 +67,17 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
     if not narrow and not halves:
         in_flight = shapes_in_flight(large)
         found += [("n5", shape) for shape in in_flight if shape["rows_in_flight"] == 1]
-    return [*found, *(("n7", shape) for shape in halves), *one_row]
+    return [*found, *(("n7", shape) for shape in halves), *clusters]
+
+
+def _of_small_blocks(width: int, dtype: Element) -> list[Fields]:
+    """Return shapes of clusters with the smallest blocks that hold a row."""
+    shapes = (
+        competing_clusters(width, dtype, chunks, (n_warps,))
+        for n_warps in HALF_WARPS
+        for chunks in (HALF_CHUNKS, LEAST_CHUNKS)
+    )
+    return next((found for found in shapes if found), [])
 
 
 def distance(one: Norm, other: Norm) -> float:
