@@ -21,8 +21,8 @@ equal where a warp has a row, and that of families diagonal, merge_states and ap
 no shared memory. That of jo1 to jo3 is equal as well, and that of jo6 to jo10; jo4 and jo5 have
 additions and shifts in another order. In n3 and a2 one compiler loads the addresses of weight and
 bias again. In w1 up to four multiplications, a negation and an insertion of bits are more in one
-compiler's code, and in nc1 an insertion of bits. In a5 one compiler adds up numbers of elements
-again behind a branch.
+compiler's code, and in nc1 an insertion of bits. In a5 and a6 one compiler adds up numbers of
+elements again behind a branch.
 """
 
 import re
@@ -74,13 +74,13 @@ SAME_ALTHOUGH = {
 """Configs of other families whose machine code is equal, too."""
 CHOOSES_OTHERWISE = {"backward": ("softcap", "varlen")}
 """Flags of a family's configs with which one compiler takes a branch where the other selects."""
-STEPS_CHOOSE_OTHERWISE = {"a1", "a2", "d2", "d3", "d4", "nc1"}
+STEPS_CHOOSE_OTHERWISE = {"a1", "a2", "a6", "d2", "d3", "d4", "nc1"}
 """Steps of which all configs do so."""
 LOADS_ARGUMENTS = {"a2", "n3"}
 """Steps in which one compiler loads an argument again where the other keeps it."""
 OTHER_FACTORS = {"nc1", "w1"}
 """Steps in which one compiler has a few more multiplications, negations and insertions of bits."""
-ADDS_AGAIN = {"a5"}
+ADDS_AGAIN = {"a5", "a6"}
 """Steps in which one compiler adds up numbers of elements again behind a branch."""
 COPIES_LOOPS = {"d5", "d8"}
 """Steps whose loops over parts one compiler copies for each answer of a branch in them."""

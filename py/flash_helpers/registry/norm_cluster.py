@@ -28,13 +28,11 @@ from flash_helpers.registry.row_clusters import (
     TARGETS,
     THREADS_PER_SM,
     WARPS,
+    WEIGHTS_STAY,
     RowClusterConfig,
 )
 
 MOMENTS_BYTES = 16  # of a number, a mean and a sum, for one message
-
-# Trait of steps: blocks have several rows, which come to registers, and keep their weights.
-WEIGHTS_STAY = "weights_stay"
 
 
 @dataclass(frozen=True)
@@ -161,13 +159,19 @@ NORM_CLUSTER = Family(
             traits=frozenset({WEIGHTS_STAY, HELD_BACK}),
             drops=frozenset({ONE_ROW}),
         ),
+        StepEntry(
+            "next_row_to_l2",
+            "the next row on its way to L2 while this one is in registers",
+            "kernels/norm/a6.cuh",
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"norm_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/norm/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=22_000_000,
+    simulated_budget=40_000_000,
     matrix_budget=8_000_000,
     also_listed=_of_rms,
 )

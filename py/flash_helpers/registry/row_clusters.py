@@ -28,6 +28,7 @@ BARRIER_BYTES = 8
 # Traits of steps.
 ONE_BLOCK = "one_block"  # a row may have one block of the warps that hold most
 ONE_ROW = "one_row"  # a cluster has one row, and the grid a cluster for each
+WEIGHTS_STAY = "weights_stay"  # blocks have several rows in registers, and keep their weights
 RING = "ring"  # as many chunks of the next rows are on their way as shared memory has room for
 
 

@@ -336,6 +336,10 @@ def test_moments_of_unequal_parts_are_combined(text: str, width: int, distributi
         ("a3_fp16_w16_c2_k2_rms", 9000),  # with a bias
         ("a3_fp32_w16_c1_k4_rms", 2052),
         ("a3_fp32_w16_c2_k8", 999),
+        ("a6_bf16_w8_c1_k2", 4096),  # as many as the registers of a cluster hold
+        ("a6_fp16_w8_c2_k2_rms", 1000),  # fewer chunks than a piece of one block has
+        ("a6_fp16_w8_c1_k2", 4100),
+        ("a6_fp32_w8_c1_k4", 1001),  # rows that begin anywhere
         ("a5_bf16_w8_c1_k1", 2048),
         ("a5_bf16_w8_c1_k2", 4096),  # as many as the registers of a cluster hold
         ("a5_fp16_w8_c2_k2", 1001),  # rows that begin anywhere

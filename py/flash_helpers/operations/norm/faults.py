@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flash_helpers.check.faults import Fault, drop, nth, swap
@@ -16,7 +17,7 @@ from flash_helpers.ptx import (
     Phase,
     RaceError,
 )
-from flash_helpers.registry.row_clusters import ONE_BLOCK
+from flash_helpers.registry.row_clusters import ONE_BLOCK, WEIGHTS_STAY
 from flash_helpers.registry.row_threads import ROWS_IN_FLIGHT
 
 PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
@@ -70,6 +71,10 @@ FAULTS = {
         "a5", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
         "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "part = smem[0]",
     ),
+    "a6: the piece of the next row is one of 64 MiB": Fault(
+        "a6", BF16, MAIN_LOOP, r"cp\.async\.bulk\.prefetch", swap(r"%r\d+;", "67108864;"), nth(0),
+        OutOfBoundsError, '"l"(src_gmem)',
+    ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",
@@ -95,8 +100,10 @@ def problem_of(config: Any) -> Norm:
 
 
 def device_of(config: Config) -> Device:
-    """Return the GPU that launches are made for; any GPU will do for norms."""
-    return largest_device(config.family.capabilities[0])
+    """Return the GPU that launches are made for; of one SM where a cluster is to have several
+    rows."""
+    device = largest_device(config.family.capabilities[0])
+    return replace(device, sms=1) if WEIGHTS_STAY in config.step.traits else device
 
 
 def distribution_of(config: Config) -> str:

@@ -34,7 +34,7 @@ GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 512  # of a row
 MOST_OF_A_BLOCK = 2**16  # bytes of a row; clusters alone compete for longer ones
 LEAST_CHUNKS = 4  # of a thread, where some shape has as many
-PERSISTENT_STEPS = ("a5",)  # whose blocks have weights in shared memory
+PERSISTENT_STEPS = ("a5", "a6")  # whose blocks have weights in shared memory
 HALF_WARPS = (8, 16)  # of blocks of which an SM has two or four
 _OTHER_NORM = 100.0  # octaves
 
