@@ -13,7 +13,7 @@ that of h1 has 548 beside 542. That of softmax has one or two integer instructio
 One kernel of backward_sync, at d_head 96, has equal machine code as well. With a softcap or with
 variable lengths family backward has up to three branches and selects more or less: one compiler
 takes a branch where the other selects, and keeps a flag of a loop in a predicate. So do steps d2 to
-d4 of family decode, a1 and a2 of family norm_cluster, and nc1. In d5 one compiler copies the loops
+d4 of family decode, a1, a2 and a6 of norm_cluster, and nc1. In d5 one compiler copies the loops
 over parts for each answer of a branch in them, and only what moves and multiplies tiles is
 compared; so in d8.
 Machine code of families layer_norm, rms_norm, softmax, softmax_backward and diagonal_backward is
