@@ -326,5 +326,5 @@ JOINT_LINEAR = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=4_000_000,
-    matrix_budget=200_000,
+    matrix_budget=250_000,
 )
