@@ -16,7 +16,9 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: on an H200 before attention 9.1 us at batch 64 and 96.7 at batch 1024, where jl2
+// takes 9.4 and 98.8: 2% to 3% less, where 17% were expected. So instructions are not what
+// binds.
 //
 // Phases: as jl2.
 
