@@ -22,6 +22,7 @@ from flash_attention.multimodal._checks import (
 from flash_attention.multimodal._joint import joint_attention, takes
 from flash_attention.multimodal._linear import Stream, linear_streams
 from flash_attention.multimodal._rotary import rotate
+from flash_attention.multimodal._streams import wants_gradients
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Integer
@@ -160,6 +161,12 @@ class _Attention(nn.Module):
         heads, dropout = own.width // own.d_head, self.dropout if self.training else 0.0
         eps = own.k_norm.eps
         assert eps is not None
+        if (
+            self.backend == "auto"
+            and torch.compiler.is_compiling()
+            and wants_gradients(tensors.values())
+        ):
+            return None  # PyTorch's compiler fuses what a recomputation would compute twice
         if not takes(tensors, heads, masked=seen is not None, dropout=dropout):
             return None
         return joint_attention(tensors, heads, eps)

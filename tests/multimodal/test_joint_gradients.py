@@ -139,3 +139,23 @@ def test_gradients_of_any_batch_are_compiled(monkeypatch) -> None:
     compiled_loss(*given).backward()
     for one, other in zip(found, module.parameters(), strict=True):
         assert one is not None and other.grad is not None and torch.equal(one, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("backend", "with_gradients", "is_fused"),
+    [("kernels", True, True), ("auto", True, False), ("auto", False, True)],
+)
+def test_a_compiled_training_asks_for_the_kernel_by_name(
+    monkeypatch, backend, with_gradients, is_fused
+) -> None:
+    """By default the compiler has all of it, since it fuses what would be computed twice."""
+    module = made(JointAttention, backend, BF16).requires_grad_(with_gradients)
+    monkeypatch.setattr(JointAttention, "may_take_kernels", lambda *_: True)  # as on a GPU
+    names: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(module, fullgraph=True, backend=compiler)(X.to(BF16), CONTEXT.to(BF16))
+    assert any("joint_attention" in name for name in names) == is_fused
