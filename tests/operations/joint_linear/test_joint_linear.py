@@ -346,9 +346,19 @@ def test_the_choice_knows_problems_by_their_tokens() -> None:
     asked = OPERATION.measured(64)
     assert distance(asked, asked) == distance(asked, replace(asked, dtype=Element.FP16)) == 0
     assert distance(asked, replace(asked, batch=128)) == 1
-    assert distance(asked, replace(asked, length=250, context=0)) < 1
+    assert distance(asked, replace(asked, length=250, context=0)) == 4
     assert distance(asked, replace(asked, in_features=256)) > 3
     assert distance(asked, replace(asked, norm=True)) >= 100
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 24, 64])
+@pytest.mark.parametrize("context", [0, 20, 64])
+def test_the_nearest_problem_has_a_context_if_the_problem_has_one(batch: int, context: int) -> None:
+    """Beside libraries, which take a launch for each stream, that makes the difference."""
+    problem = replace(OPERATION.measured(batch), context=context)
+    group = GROUPS["joint_linear_bf16"]
+    nearest = min(group, key=lambda measured: distance(measured, problem))
+    assert (nearest.context > 0) == (context > 0)
 
 
 # -- refusals --------------------------------------------------------------------------------------

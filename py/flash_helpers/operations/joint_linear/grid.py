@@ -28,7 +28,9 @@ _OF_MANY = (
     *(("jl3", 32, 128, 4, 32, 128), ("jl3", 64, 128, 4, 32, 128), ("jl3", 64, 128, 8, 32, 128)),
 )
 _TILES, _ROWS = ("jl3", 64, 64, 4, 32, 128), ("jl3", 128, 128, 8, 32, 128)
-_NORM, _WIDTHS = 100.0, 4.0  # octaves between problems with a norm and without, of other widths
+# Octaves between problems with a norm and without, of twice the width, and with a context and
+# without: for a kernel its tokens are rows like others, and libraries take a launch more.
+_NORM, _WIDTHS, _CONTEXT = 100.0, 4.0, 4.0
 
 GROUPS = {
     f"joint_linear_{'norm_' if norm else ''}bf16": tuple(
@@ -63,6 +65,5 @@ def distance(one: JointLinear, other: JointLinear) -> float:
         for name in ("in_features", "out_features")
     )
     octaves = abs(math.log2(tokens[0] / tokens[1])) + _WIDTHS * widths
-    # Contexts are rows like others: with or without them hardly counts
-    octaves += 0.25 * ((one.context > 0) != (other.context > 0))
+    octaves += _CONTEXT * ((one.context > 0) != (other.context > 0))
     return octaves + _NORM * (one.norm != other.norm)
