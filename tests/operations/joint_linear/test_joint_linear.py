@@ -257,7 +257,7 @@ def test_a_thread_block_has_several_tiles_of_rows(step: str, tile: str, norm: bo
 
 @pytest.mark.parametrize("batch", [1, 8, 64, 256, 1024])
 def test_all_thread_blocks_run_at_once_where_weights_stay(batch: int) -> None:
-    problem, hopper = OPERATION.measured(batch), largest_device(90)
+    problem, hopper = replace(OPERATION.usual, batch=batch), largest_device(90)
     for config in (config for config in SHAPES if config.depth):
         (launch,) = config.call(problem, problem.strides(), hopper).launches
         (turns,) = launch.values["turns"]
@@ -325,7 +325,7 @@ def test_a_row_of_zeros_has_a_norm_of_zeros(bf16: JointLinearKernelConfig) -> No
 )
 def test_one_grid_has_the_tiles_of_both_streams(tile: str, batch: int, blocks: int) -> None:
     config = JointLinearKernelConfig.from_short_form(f"jl1_bf16_{tile}")
-    problem = OPERATION.measured(batch)
+    problem = replace(OPERATION.usual, batch=batch)
     device = OPERATION.part("faults").device_of(config)
     call = config.call(problem, problem.strides(), device)
     (launch,) = call.launches
@@ -343,7 +343,7 @@ def test_eight_tiles_at_most_compete_for_a_problem_and_all_take_it() -> None:
 
 
 def test_the_choice_knows_problems_by_their_tokens() -> None:
-    asked = OPERATION.measured(64)
+    asked = OPERATION.usual
     assert distance(asked, asked) == distance(asked, replace(asked, dtype=Element.FP16)) == 0
     assert distance(asked, replace(asked, batch=128)) == 1
     assert distance(asked, replace(asked, length=250, context=0)) == 4
@@ -355,7 +355,7 @@ def test_the_choice_knows_problems_by_their_tokens() -> None:
 @pytest.mark.parametrize("context", [0, 20, 64])
 def test_the_nearest_problem_has_a_context_if_the_problem_has_one(batch: int, context: int) -> None:
     """Beside libraries, which take a launch for each stream, that makes the difference."""
-    problem = replace(OPERATION.measured(batch), context=context)
+    problem = replace(OPERATION.usual, batch=batch, context=context)
     group = GROUPS["joint_linear_bf16"]
     nearest = min(group, key=lambda measured: distance(measured, problem))
     assert (nearest.context > 0) == (context > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flash_helpers.operations.joint_linear.problem import JointLinear
 from flash_helpers.operations.joint_linear.problems import (
     DISTRIBUTIONS,
-    MEASURED_BATCHES,
+    MEASURED_LENGTHS,
     measured,
 )
 from flash_helpers.registry.operation import GBPS, Operation
@@ -23,13 +23,13 @@ OPERATION = Operation(
     title="linear layers of a sequence and its context",
     problem=JointLinear,
     small=_SMALL,
-    usual=measured(64),
+    usual=measured(186),
     debugged=_SMALL,
     counted=_SMALL,
     counted_within=_SMALL,
-    swept="batch",
+    swept="length",
     measured=measured,
-    measured_at=MEASURED_BATCHES,
+    measured_at=MEASURED_LENGTHS,
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
     short_names={"pytorch_linear": "PyTorch", "compiled_linear": "torch.compile"},

@@ -7,8 +7,9 @@ import math
 from typing import Any
 
 from flash_helpers.operations.joint_linear.problem import JointLinear
-from flash_helpers.operations.joint_linear.problems import MEASURED_BATCHES, MEASURED_WIDTH
+from flash_helpers.operations.joint_linear.problems import MEASURED_WIDTH
 
+_BATCHES = (1, 8, 64, 256, 1024)
 _LENGTHS = ((186, 64), (64, 0), (186, 0))  # sequence and context
 _FIELDS = ("B_r", "B_c", "n_warps", "warp_rows", "depth")
 _FEW_ROWS = 4000  # up to here small tiles compete, so that every SM has one
@@ -39,7 +40,7 @@ GROUPS = {
             context=context,
             norm=norm,
         )
-        for batch in MEASURED_BATCHES
+        for batch in _BATCHES
         for length, context in _LENGTHS
     )
     for norm in (False, True)

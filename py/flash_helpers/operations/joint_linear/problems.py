@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from flash_helpers.operations.joint_linear.problem import JointLinear
 
-MEASURED_BATCHES = (1, 8, 64, 256, 1024)
-MEASURED_LENGTH, MEASURED_CONTEXT, MEASURED_WIDTH = 186, 64, 128
+MEASURED_LENGTHS = (64, 128, 186, 256, 512)
+MEASURED_BATCH, MEASURED_CONTEXT, MEASURED_WIDTH = 64, 64, 128
 
 MEAN = 0.5  # of x and of a bias
 LARGE = 60.0
@@ -28,9 +28,9 @@ DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def measured(batch: int) -> JointLinear:
-    """Return the problem of one batch size that is measured: Q, K and V of a sequence and its
-    context. Raises ValueError as `JointLinear` does."""
+def measured(length: int) -> JointLinear:
+    """Return the problem of one length that is measured: Q, K and V of a sequence and its context.
+    Raises ValueError as `JointLinear` does."""
     return JointLinear(
-        *(batch, MEASURED_LENGTH, MEASURED_WIDTH, 3 * MEASURED_WIDTH), context=MEASURED_CONTEXT
+        *(MEASURED_BATCH, length, MEASURED_WIDTH, 3 * MEASURED_WIDTH), context=MEASURED_CONTEXT
     )
