@@ -21,6 +21,8 @@ from flash_attention.multimodal._checks import (
 )
 from flash_attention.multimodal._joint import joint_attention, takes
 from flash_attention.multimodal._linear import Stream, linear_streams
+from flash_attention.multimodal._qk_norm_rope import qk_norm_rope
+from flash_attention.multimodal._qk_norm_rope import takes as takes_qk_norm_rope
 from flash_attention.multimodal._rotary import rotate
 from flash_attention.multimodal._streams import wants_gradients
 
@@ -151,8 +153,8 @@ class _Attention(nn.Module):
         of_context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Return the outputs of attention of a sequence and its context, (batch, tokens, width),
-        with norms and rotary embedding by one operation; None where no kernel computes that, and
-        where the backend asks for none."""
+        with norms and rotary embedding by one operation, or by one before attention; None where no
+        kernel computes either, and where the backend asks for none."""
         if rotary is not None:
             check_rotary(rotary, projected.shape[1], own.d_head)
         if not self.may_take_kernels(projected):
@@ -167,9 +169,13 @@ class _Attention(nn.Module):
             and wants_gradients(tensors.values())
         ):
             return None  # PyTorch's compiler fuses what a recomputation would compute twice
-        if not takes(tensors, heads, masked=seen is not None, dropout=dropout):
+        if takes(tensors, heads, masked=seen is not None, dropout=dropout):
+            return joint_attention(tensors, heads, eps)
+        if seen is not None or dropout > 0 or not takes_qk_norm_rope(tensors, heads):
             return None
-        return joint_attention(tensors, heads, eps)
+        o = self.attend(*qk_norm_rope(tensors, heads, eps), None).flatten(-2)
+        length = projected.shape[1]
+        return o[:, :length], o[:, length:]
 
     def extra_repr(self) -> str:
         """Return the options in the text of a model."""

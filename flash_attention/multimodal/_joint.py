@@ -93,7 +93,8 @@ def _decided(*facts: Any) -> bool:
 
 
 def takes(tensors: Mapping[str, Tensor], heads: int, *, masked: bool, dropout: float) -> bool:
-    """Whether a kernel computes a call by `joint_attention`; `attend` decides of all others.
+    """Whether a kernel computes a call by `joint_attention`; `qk_norm_rope` and `attend` decide of
+    all others.
 
     tensors: those of the call by name, without those left out. A mask and dropout have no kernel.
     """

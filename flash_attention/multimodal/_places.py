@@ -11,6 +11,7 @@ from flash_helpers.kernel_configs import FAMILIES, AttentionForward
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.operations.joint_linear.problem import JointLinear
+from flash_helpers.operations.qk_norm_rope.problem import QkNormRope
 from flash_helpers.registry.problem import Problem
 from flash_helpers.tune.best import config_for
 
@@ -57,7 +58,9 @@ def parts() -> dict[str, Problem | None]:
     found["projections of outputs, RMSNorm"] = JointLinear(
         *tokens, _WIDTH, context=_CONTEXT, norm=True
     )
-    found["QK-RMSNorm, RoPE, other heads"] = None
+    found["QK-RMSNorm, RoPE, heads of 128"] = QkNormRope(
+        *(_BATCH, 1, _LENGTH), context=_CONTEXT, rotary=True
+    )
     found["adaptive layer norms, gates"] = None
     found["feed-forward"] = None
     return found

@@ -17,6 +17,7 @@ from flash_attention.multimodal import (
     _joint,
     _linear,
     _places,
+    _qk_norm_rope,
     _streams,
     rotary_table,
 )
@@ -76,10 +77,10 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: JointKernelConfig) -> Iterato
     monkeypatch.setattr(_streams, "choose_config", choose)
     monkeypatch.setattr(_attention, "joint_attention", joint_attention)
     monkeypatch.setattr(_attention, "attend", attended)
-    for module in (_joint, _linear):
+    for module in (_joint, _linear, _qk_norm_rope):
         module._is_taken.cache_clear()
     yield found
-    for module in (_joint, _linear):
+    for module in (_joint, _linear, _qk_norm_rope):
         module._is_taken.cache_clear()
 
 

@@ -1,0 +1,53 @@
+"""The problems that the choice of a kernel of qk_norm_rope is measured on, and the kernels that
+compete there. Standard library only."""
+
+from __future__ import annotations
+
+import math
+
+from flash_helpers import gpu
+from flash_helpers.operations.qk_norm_rope.problem import QkNormRope
+from flash_helpers.operations.qk_norm_rope.problems import measured
+from flash_helpers.registry.row_threads import CHUNK_BYTES, LEAST_ROW_THREADS, MOST_OF_FEW, Fields
+
+_WARPS = (2, 4, 8)
+_MOST_THREADS = 256  # of a row
+_CHUNKS = (1, 2, 3, 4, 6, 8)  # of a thread
+_MOST = 8  # configs for a problem
+_CONTEXT = 0.25  # octaves between problems with a context and without
+
+GROUPS = {
+    "qk_norm_rope_bf16": (
+        measured(1024),
+        QkNormRope(1, 24, 4096, context=256, rotary=True),
+        QkNormRope(1, 24, 4096, rotary=True),
+        QkNormRope(64, 2, 186, context=64, rotary=True),
+        QkNormRope(64, 1, 186, context=64, rotary=True),
+    )
+}
+
+
+def competing(problem: QkNormRope) -> list[tuple[str, Fields]]:
+    """Return the step and the fields of each config that competes: threads that have together no
+    more chunks than the row, or a few."""
+    of_row = problem.width * problem.dtype.bytes // CHUNK_BYTES
+    found: list[tuple[str, Fields]] = []
+    for row_threads in (LEAST_ROW_THREADS << n for n in range(_MOST_THREADS.bit_length())):
+        chunks = -(-of_row // row_threads)
+        few = row_threads < gpu.WARP and problem.width > row_threads * MOST_OF_FEW
+        if few or chunks not in _CHUNKS or row_threads > min(_MOST_THREADS, of_row):
+            continue
+        for n_warps in _WARPS:
+            if n_warps * gpu.WARP >= row_threads:
+                shape = {"n_warps": n_warps, "chunks": chunks, "row_threads": row_threads}
+                found.append(("qr1", shape))
+    return found[-_MOST:]
+
+
+def distance(one: QkNormRope, other: QkNormRope) -> float:
+    """Return how far apart two problems are, in octaves of the width of a row, and of the number of
+    rows a little."""
+    of_width, of_rows = (
+        abs(math.log2(a / b)) for a, b in ((one.width, other.width), (one.rows, other.rows))
+    )
+    return of_width + of_rows / 4 + _CONTEXT * ((one.context > 0) != (other.context > 0))

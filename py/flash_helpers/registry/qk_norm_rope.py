@@ -1,0 +1,153 @@
+"""The qk_norm_rope family of operation `qk_norm_rope`. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers.gpu import Device
+from flash_helpers.operations.qk_norm_rope import OPERATION
+from flash_helpers.operations.qk_norm_rope.problem import OUTPUTS, QkNormRope
+from flash_helpers.operations.qk_norm_rope.supports import QkNormRopeSupports
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    Address,
+    Call,
+    Launch,
+    StructLayout,
+)
+from flash_helpers.registry.config import element, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.joint import ROW_STRIDES
+from flash_helpers.registry.problem import Element, Strides
+from flash_helpers.registry.row_threads import (
+    CHUNK_BYTES,
+    ROW_IN_REGISTERS,
+    ROW_THREADS,
+    VECTOR_LOADS,
+    RowConfig,
+)
+
+MOST_CHUNKS = 8  # with which a thread has 64 elements of a row at most
+
+_INPUTS = ("q", "k", "v", "q_weight", "k_weight", "rotary")
+_OF_CONTEXT = ("context_q", "context_k", "context_v", "context_q_weight", "context_k_weight")
+_STRIDED = (*_INPUTS[:3], *_OF_CONTEXT[:3], *OUTPUTS)
+
+ARGUMENTS = StructLayout(
+    "QkNormRopeKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys((*_INPUTS, *_OF_CONTEXT, *OUTPUTS), POINTER),
+            **{f"{name}_strides": ROW_STRIDES for name in _STRIDED},
+            **dict.fromkeys(
+                ("batch", "length", "context", "context_queries", "heads", "d_head"), INT
+            ),
+            "eps": FLOAT,
+        }
+    ),
+)
+
+
+@dataclass(frozen=True)
+class QkNormRopeKernelConfig(RowConfig):
+    """One kernel of the qk_norm_rope family."""
+
+    example: ClassVar[str] = "qr1_bf16_w4_c4_t128"
+
+    qk_norm_rope: int = number("qr", "the step")
+    dtype: Element = element()
+    n_warps: int = number("w", "of the thread block")
+    chunks: int = number("c", "of 16 bytes of the row, which a thread keeps in registers")
+    row_threads: int = number("t", "that have a row")
+
+    @property
+    def family(self) -> Family[Any]:
+        """The qk_norm_rope family."""
+        return QK_NORM_ROPE
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block in bytes: a number for each warp."""
+        return self.n_warps * Element.FP32.bytes
+
+    @property
+    def supports(self) -> QkNormRopeSupports:
+        """Heads of whole chunks that the registers of a row's threads hold together."""
+        return QkNormRopeSupports(self.dtype, CHUNK_BYTES, self.pass_elements, self.block_rows)
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        super().check()
+        if self.chunks > MOST_CHUNKS:
+            raise ValueError(f"chunks {self.chunks} is over {MOST_CHUNKS}: choose 3 or 4")
+
+    def variants(self) -> tuple[QkNormRopeKernelConfig, ...]:
+        """Return the config, and one for rows that its threads do not hold."""
+        wide = self.replace(**_WIDE)
+        return (self,) if self.pass_elements >= wide.pass_elements else (self, wide)
+
+    def call(self, problem: QkNormRope, strides: Strides, device: Device) -> Call:
+        """Return one launch, in which each block has `block_rows` rows of Q, K and V."""
+        names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
+        values: dict[str, tuple[float, ...]] = {
+            **{f"{name}_strides": strides[name][:2] for name in _STRIDED if name in names},
+            "batch": (problem.batch,),
+            "length": (problem.length,),
+            "context": (problem.context,),
+            "context_queries": (problem.n_queries - problem.length,),
+            "heads": (problem.heads,),
+            "d_head": (problem.d_head,),
+            "eps": (problem.eps,),
+        }
+        launch = Launch(
+            kernel=self.kernels[self.main_kernel],
+            grid=(-(-problem.rows // self.block_rows), 1, 1),
+            block=self.n_threads,
+            shared_bytes=self.smem_bytes,
+            layout=ARGUMENTS,
+            values=values,
+            addresses=tuple(Address(ARGUMENTS.offset(name), name) for name in names),
+        )
+        return Call((launch,))
+
+    def most_runs(self, problem: QkNormRope, device: Device) -> int:
+        """Return the runs of an instruction, of which none is in a loop that is not unrolled."""
+        return 2
+
+
+_WIDE = MappingProxyType({"n_warps": 8, "chunks": 8, "row_threads": 256})
+
+QK_NORM_ROPE = Family(
+    name="qk_norm_rope",
+    title="norm and rotary embedding of Q and K of two streams",
+    operation=OPERATION,
+    prefix="qr",
+    rank=31,
+    config=QkNormRopeKernelConfig,
+    base=MappingProxyType({"n_warps": 4, "chunks": 4, "row_threads": 128}),
+    entries=(
+        StepEntry(
+            "both_streams",
+            "norm, rotary embedding and the joint sequence in one pass",
+            "kernels/qk_norm_rope/qr1.cuh",
+            opens={
+                "n_warps": (4, 8, 16),
+                "chunks": (1, 2, 3, 4, 6, 8),
+                "row_threads": (8, 16, 32, 64, 128, 256, 512),
+            },
+            traits=frozenset({VECTOR_LOADS, ROW_IN_REGISTERS, ROW_THREADS}),
+        ),
+    ),
+    targets=("80", "86", "89", "90"),
+    kernels=MappingProxyType({"qk_norm_rope_kernel": ARGUMENTS}),
+    header=PurePosixPath("kernels/qk_norm_rope/arguments.cuh"),
+    dtypes=(Element.FP16, Element.BF16),
+    computing=frozenset(),
+    simulated_budget=1_000_000,
+    matrix_budget=200_000,
+)
