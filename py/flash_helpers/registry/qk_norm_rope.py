@@ -148,6 +148,5 @@ QK_NORM_ROPE = Family(
     header=PurePosixPath("kernels/qk_norm_rope/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
-    simulated_budget=1_000_000,
-    matrix_budget=200_000,
+    simulated_budget=1_500_000,
 )
