@@ -149,4 +149,5 @@ QK_NORM_ROPE = Family(
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
     simulated_budget=1_500_000,
+    matrix_budget=200_000,
 )
