@@ -24,6 +24,7 @@ if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     import flash_helpers.console.quiet_start  # noqa: F401
 else:
     from flash_attention import flash_attn, flash_attn_3, flashinfer, ops
+    from flash_attention._bundle import export_bundle
     from flash_attention._decode import decode
     from flash_attention._forward import (
         attention,
@@ -44,6 +45,7 @@ __all__ = [
     "attention",
     "best_config",
     "decode",
+    "export_bundle",
     "flash_attn",
     "flash_attn_3",
     "flashinfer",

@@ -21,12 +21,13 @@ def compiled_example(exported: Path, kernel: str) -> Path:
         pytest.skip("no g++")
     program = exported / f"launch_{kernel}"
     command = [compiler, "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", f"-DKERNEL={kernel}"]
-    command += ["-include", str(exported / f"{kernel}.h"), "-isystem", str(_cuda_headers())]
+    command += ["-include", str(exported / f"{kernel}.h"), "-isystem", str(cuda_headers())]
     subprocess.run([*command, str(FOLDER / "launch.cpp"), "-o", str(program)], check=True)
     return program
 
 
-def _cuda_headers() -> Path:
+def cuda_headers() -> Path:
+    """The folder of cuda.h. Skips the test without one."""
     found = find_nvcc(os.environ)
     packages = Path(sysconfig.get_path("platlib"))
     folders = [found[0].resolve().parents[1] / "include"] if found else []
