@@ -114,7 +114,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     def of_size(self, d_head: int) -> OverlapKernelConfig:
         """Return the config of the same step, dtype and flags with the usual tile of a head
         size."""
-        return self.replace(d_head=d_head, **TILES[d_head])
+        return self.replace(d_head=d_head, **usual_tile(d_head, self.lse, self.softcap))
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
@@ -190,6 +190,19 @@ TILES: Mapping[int, Mapping[str, int]] = MappingProxyType(
     }
 )
 
+# Fewer keys than in `TILES`, by head size and by whether a kernel adds up P and limits the logits:
+# with 64 it would need more than the 255 registers of a thread, and spill.
+_FEWER_KEYS: Mapping[tuple[int, bool, bool], int] = MappingProxyType(
+    {(128, True, False): 48, (128, False, True): 32, (128, True, True): 32, (96, True, True): 32}
+)
+
+
+def usual_tile(d_head: int, lse: bool, softcap: bool) -> Mapping[str, int]:
+    """Return the fields of the usual tile of a head size, for a kernel with these flags."""
+    tile = TILES[d_head]
+    return {**tile, "B_c": _FEWER_KEYS.get((d_head, lse, softcap), tile["B_c"])}
+
+
 # Of the other head sizes these are listed: each once, in every dtype, and flags.
 _LISTED: Mapping[int, tuple[Element, Mapping[str, bool]]] = MappingProxyType(
     {
@@ -241,11 +254,12 @@ def successor(text: str) -> str:
 
 @functools.cache  # a choice asks for them at each call
 def _variants(own: OverlapKernelConfig) -> tuple[OverlapKernelConfig, ...]:
-    flags = [name for name in FLAGS if name in own.step.tunable]
-    sizes = [own]
-    if "d_head" in own.step.tunable:
-        sizes += [own.of_size(d_head) for d_head in TILES if d_head != own.d_head]
-    return tuple(found for config in sizes for found in with_flags(config, flags))
+    flagged = with_flags(own, [name for name in FLAGS if name in own.step.tunable])
+    if own == own.of_size(own.d_head):  # a tile of the caller's stays as it is
+        flagged = tuple(config.of_size(own.d_head) for config in flagged)
+    sizes = [d_head for d_head in TILES if d_head != own.d_head and "d_head" in own.step.tunable]
+    others = (config.of_size(d_head) for d_head in sizes for config in flagged)
+    return (*flagged, *others)
 
 
 def _file(number: int) -> str:
@@ -258,9 +272,9 @@ def last_variants() -> list[OverlapKernelConfig]:
     last = [*OVERLAP.steps.values()][-1]
     own = OVERLAP.fixed_config(last, Element.BF16)
     *fewer, every = (config for config in own.variants() if config.d_head == own.d_head)
-    alone = (config for config in fewer if len(differing_fields(config, own)) < 2)
+    alone = (config for config in fewer if len({*differing_fields(config, own)} & {*FLAGS}) < 2)
     others = (
-        OVERLAP.fixed_config(last, dtype).of_size(d_head).replace(**flags)
+        OVERLAP.fixed_config(last, dtype).replace(**flags).of_size(d_head)
         for d_head, (dtype, flags) in _LISTED.items()
     )
     return [*alone, every, *others]
