@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -128,3 +129,23 @@ def require_memory(n_bytes: int) -> None:
     free, _ = torch.cuda.mem_get_info()
     if free < n_bytes:
         pytest.skip(f"needs {n_bytes / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free")
+
+
+def all_runs_agree(
+    launch: Callable[[], None], outputs: Mapping[str, torch.Tensor], runs: int
+) -> bool:
+    """Whether further runs, replayed from a CUDA graph, leave the bits of the first in the outputs,
+    which are full of NaN before each run."""
+    launch()
+    first = {name: tensor.clone() for name, tensor in outputs.items()}
+    differs = torch.zeros((), dtype=torch.bool, device=next(iter(outputs.values())).device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for tensor in outputs.values():
+            tensor.fill_(math.nan)
+        launch()
+        for name, tensor in outputs.items():
+            differs |= (tensor != first[name]).any()
+    for _ in range(runs):
+        graph.replay()
+    return not differs

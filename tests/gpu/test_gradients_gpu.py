@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from gpu_problems import each
+from gpu_problems import all_runs_agree, each
 from tiers import committed
 
 import flash_attention
@@ -89,16 +89,11 @@ def assert_same_in_all_runs(config: Config, runs: int, device: torch.device) -> 
     inputs = draw("normal", problem, device)
     tensors = tensors_on(device, config, problem, inputs)
     execute, options = find_backend("cuda").execute, problem.call_options()
-    execute(config, problem.arranged(tensors), options)
-    first = {name: tensors[name].clone() for name in GRADIENTS}
-    differs = torch.zeros((), dtype=torch.bool, device=device)  # asked for once, in the end
-    for _ in range(runs):
-        for name in GRADIENTS:
-            tensors[name].fill_(math.nan)
+
+    def launch() -> None:
         execute(config, problem.arranged(tensors), options)
-        for name in GRADIENTS:
-            differs |= (tensors[name] != first[name]).any()
-    assert not differs
+
+    assert all_runs_agree(launch, {name: tensors[name] for name in GRADIENTS}, runs)
 
 
 @each(c for c in CONFIGS if c.is_deterministic)
