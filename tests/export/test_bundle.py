@@ -24,7 +24,7 @@ from flash_attention.multimodal import (
 from flash_helpers import gpu
 from flash_helpers.compile.compilers import find_compiler
 from flash_helpers.compile.toolchain import BuildError
-from flash_helpers.export.bundle import Bundle, Zeroing
+from flash_helpers.export.bundle import ZEROS, Bundle, Place, Zeroing
 from flash_helpers.export.bundled_module import device_of, planned, weights_bytes
 from flash_helpers.export.memory_plan import ALIGNMENT, Use, placed
 from flash_helpers.export.recording import recorded
@@ -146,6 +146,23 @@ def test_a_counter_is_zeroed_before_each_launch() -> None:
     zeroing, launch = bundle.steps
     assert isinstance(zeroing, Zeroing)
     assert zeroing.place in launch.places.values()
+
+
+class Decoded(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
+        for _ in range(2):
+            q = flash_attention.decode(q, k, v, cache_seqlens=lengths)
+        return q
+
+
+def test_a_counter_that_kernels_leave_as_zeros_is_zeroed_once() -> None:
+    q, k = drawn(2, 1, 8, 128), drawn(2, 512, 1, 128)
+    lengths = torch.tensor([5, 512], dtype=torch.int32)
+    bundle, _ = bundle_of(Decoded(), {"q": q, "k": k, "v": k, "lengths": lengths})
+    assert not [step for step in bundle.steps if isinstance(step, Zeroing)]
+    assert bundle.zeros_bytes > 0
+    for step in bundle.launches:
+        assert Place(ZEROS) in step.places.values()
 
 
 # -- what is refused -------------------------------------------------------------------------------
