@@ -52,6 +52,13 @@ struct RmsNormKernelConfig {
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     // Rows of each thread.
     constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
+    // In r3: with the registers of its chunks, and 48 for the rest. Of 8 chunks 64 with 512
+    // threads, and 128 with fewer, as measured.
+    constexpr int blocks_per_sm() const {
+        const int held = chunks * thread_rows(), many = n_threads() < 512 ? 128 : 64;
+        const int blocks = 65536 / (n_threads() * (held < 8 ? held * 4 + 48 : many));
+        return blocks > 1 ? blocks : 1;
+    }
     // A sum per row of a thread and warp.
     constexpr int smem_bytes() const { return thread_rows() * n_warps * int(sizeof(float)); }
     friend auto operator<=>(const RmsNormKernelConfig &, const RmsNormKernelConfig &) = default;
@@ -69,21 +76,27 @@ struct NormClusterKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // Of 64 registers per thread. From a5 on as many as 227 KiB of shared memory have room for.
+    // Of 64 registers per thread. From a5 on as many as 227 KiB of shared memory have room for; in
+    // a7 with 80 registers per thread, if they have 8 warps.
     constexpr int blocks_per_sm() const {
         const int threads = 1024 / n_threads(), fitting = 228 * 1024 / (smem_bytes() + 1024);
+        if (norm_cluster == 7 && n_warps == 8) {
+            return 3;
+        }
         return norm_cluster < 5 || fitting > threads ? threads : fitting > 1 ? fitting : 1;
     }
-    // Chunks of a thread in shared memory: of x, not from a4 on; of weight, not in a4; of bias, not
-    // in a4, and of RMS norm not from a2 on.
+    // Chunks of a thread in shared memory: of x, not from a4 on; of weight, not in a4 and a7; of
+    // bias, not in these, and of RMS norm not from a2 on.
     constexpr int smem_chunks() const {
         const int bias = norm_cluster >= 2 && rms ? 0 : 1;
-        return norm_cluster == 4 ? 0 : ((norm_cluster < 4 ? 2 : 1) + bias) * chunks;
+        return norm_cluster == 4 || norm_cluster == 7
+                   ? 0
+                   : ((norm_cluster < 4 ? 2 : 1) + bias) * chunks;
     }
-    // The chunks; a barrier and a sum of each warp and each block, twice, in a4 once. From a4 on a
-    // sum has 16 bytes: a number, a mean and a sum.
+    // The chunks; a barrier and a sum of each warp and each block, twice, in a4 and a7 once. From
+    // a4 on a sum has 16 bytes: a number, a mean and a sum.
     constexpr int smem_bytes() const {
-        const int sum = norm_cluster >= 4 ? 16 : 4, times = norm_cluster == 4 ? 1 : 2;
+        const int sum = norm_cluster >= 4 ? 16 : 4, times = smem_chunks() > 0 ? 2 : 1;
         return smem_chunks() * n_threads() * 16 + times * (8 + (n_warps + cluster_blocks) * sum);
     }
     friend auto operator<=>(const NormClusterKernelConfig &,

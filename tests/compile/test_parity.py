@@ -50,6 +50,7 @@ SAME_ALTHOUGH = {
     # rows of a warp: no shared memory
     *(f"{step}_{dtype}_w4_c16_t32" for step in ("n4", "r1") for dtype in ("fp16", "bf16", "fp32")),
     *(f"n7_{dtype}_w16_c8_t512" for dtype in ("fp16", "bf16", "fp32")),
+    *(f"n8_{dtype}_w8_c4_t256" for dtype in ("fp16", "bf16", "fp32")),
     *(
         f"{step}_{dtype}_w4_c4_t32"
         for step in ("s4", "f1", "i1")

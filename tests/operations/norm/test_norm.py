@@ -253,6 +253,8 @@ def test_the_corners_of_the_declaration_are_right(config: NormConfig) -> None:
         "n7_bf16_w4_c1_t8",
         "n7_fp16_w4_c2_t64",
         "n7_fp32_w4_c1_t128",
+        "n8_bf16_w4_c2_t64",
+        "n8_fp32_w4_c2_t128",
         "r1_bf16_w2_c2_t16",
         "r1_fp32_w4_c1_t128",
     ],
@@ -280,6 +282,9 @@ def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str)
         "r2_fp16_w4_c2_t16_f2",
         "r2_fp32_w4_c1_t64_f4",
         "r2_fp32_w4_c2_t8_f2",
+        "r3_bf16_w4_c1_t8_f1",
+        "r3_fp16_w4_c1_t128_f2",
+        "r3_fp32_w4_c2_t64_f1",
     ],
 )
 @pytest.mark.parametrize("width", [8, 56, 64])
@@ -297,6 +302,26 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
         check(config, problem, {**tensors, name: moved.copy_(tensors[name])})
 
 
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("r3_bf16_w4_c1_t8_f1", 64),  # 8 lanes have a row
+        ("r3_fp16_w4_c2_t64_f1", 1000),  # two warps, and threads without a chunk
+        ("r3_fp32_w4_c1_t128_f2", 512),  # two rows of all threads
+        ("a7_bf16_w8_c1_k2_rms", 4096),
+    ],
+)
+@pytest.mark.parametrize("distribution", ["far_mean", "not_finite"])
+def test_rms_norm_has_as_usual_a_weight_and_no_bias(
+    text: str, width: int, distribution: str
+) -> None:
+    kind = RmsNormKernelConfig if text.startswith("r") else NormClusterKernelConfig
+    config = kind.from_short_form(text)
+    rows = 3 if text.startswith("a") else config.block_rows + 1
+    problem = Norm(rows, width, config.dtype, rms=True, weight=True, rstd=True)
+    check(config, problem, draw(distribution, problem))
+
+
 @pytest.mark.parametrize("distribution", ["far_mean", "not_finite", "constant_rows"])
 @pytest.mark.parametrize(
     ("text", "width"),
@@ -304,6 +329,9 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
         ("n7_bf16_w4_c2_t128", 2048),  # all threads have as many elements
         ("n7_fp16_w4_c2_t128", 1336),  # some threads have a chunk more than others
         ("n7_fp32_w4_c1_t128", 37),  # some threads have one element, most have none
+        ("n8_bf16_w4_c2_t128", 2048),  # all chunks exist
+        ("n8_fp16_w4_c2_t128", 1336),
+        ("n8_fp32_w4_c2_t64", 37),
     ],
 )
 def test_moments_of_unequal_parts_are_combined(text: str, width: int, distribution: str) -> None:
@@ -375,6 +403,10 @@ def test_a_cluster_has_one_row_after_the_other(text: str, width: int, distributi
         ("a4_fp16_w8_c1_k2_rms", 4099),  # longer than the registers
         ("a4_fp32_w16_c1_k8", 20),  # fewer chunks than blocks
         ("a4_fp32_w8_c1_k2_rms", 2077),
+        ("a7_bf16_w8_c1_k2", 4096),  # all chunks exist
+        ("a7_bf16_w16_c1_k2_rms", 9000),
+        ("a7_fp16_w8_c1_k2_rms", 4099),
+        ("a7_fp32_w8_c1_k4", 1001),
     ],
 )
 def test_a_cluster_of_its_own_has_each_row(text: str, width: int, distribution: str) -> None:
@@ -485,7 +517,7 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n7"),
+        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n8"),
         ((2, Element.BF16, 3), "n_warps 3"),
         ((3, Element.BF16, 8), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 32, 8), "choose chunks 4, or fewer warps"),
@@ -520,7 +552,8 @@ def test_a_cluster_that_cannot_be_built_is_refused_with_a_way_out(fields, text: 
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = [*LAYER_NORM.sweep(), *RMS_NORM.sweep()]
-    assert {config.step.id for config in found} == {"n3", "n4", "n5", "n6", "n7", "r1", "r2"}
+    steps = {f"n{step}" for step in range(3, 9)} | {"r1", "r2", "r3"}
+    assert {config.step.id for config in found} == steps
     for config in found:
         chunks = config.chunks * config.thread_rows
         assert chunks <= 16 and chunks * 4 + 48 <= 65536 // config.n_threads

@@ -51,6 +51,10 @@ FAULTS = {
         "n7", BF16, MAIN_LOOP, r"rcp\.approx", swap(r"rcp\S+ (%f\d+), .*;",
         r"mov.f32 \1, 0f3F800000;"), quantity="y",
     ),
+    "n8: y of a chunk that does not exist is stored": Fault(
+        "n8", BF16, MAIN_LOOP, r"@exists st\.global\.cs", swap("@exists ", ""), nth(0),
+        OutOfBoundsError, '"r"(chunk.x)',
+    ),
     "a1: sums are sent to other blocks without a release": Fault(
         "a1", BF16, MAIN_LOOP, r"mbarrier\.arrive\.release", swap("release", "relaxed"), nth(0),
         RaceError, "value += sums_smem[block]",
@@ -75,6 +79,10 @@ FAULTS = {
         "a6", BF16, MAIN_LOOP, r"cp\.async\.bulk\.prefetch", swap(r"%r\d+;", "67108864;"), nth(0),
         OutOfBoundsError, '"l"(src_gmem)',
     ),
+    "a7: y of a chunk that does not exist is stored": Fault(
+        "a7", BF16, MAIN_LOOP, r"@exists st\.global\.cs", swap("@exists ", ""), nth(0),
+        OutOfBoundsError, '"r"(chunk.x)',
+    ),
     "r1: the sum of squares is not divided by the width": Fault(
         "r1", BF16, MAIN_LOOP, r"div\.rn", swap(r"div\S+\s+(%f\d+), (%f\d+), .*;",
         r"mov.f32 \1, \2;"), nth(0), quantity="y",
@@ -82,6 +90,10 @@ FAULTS = {
     "r2: y of a row behind the last is stored": Fault(
         "r2", BF16, PROLOGUE, r"@exists st\.global", swap("@exists ", ""), nth(1), OutOfBoundsError,
         '"r"(chunk.x)',
+    ),
+    "r3: y of a chunk that does not exist is stored": Fault(
+        "r3", BF16, PROLOGUE, r"@exists st\.global\.cs", swap("@exists ", ""), None,
+        OutOfBoundsError, '"r"(chunk.x)',
     ),
 }  # fmt: skip
 

@@ -3,6 +3,8 @@ there. Standard library only."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from flash_helpers import gpu
 from flash_helpers.operations.norm.problem import Norm
 from flash_helpers.operations.norm.problems import measured
@@ -12,8 +14,10 @@ from flash_helpers.registry.row_clusters import (
     competing_clusters,
 )
 from flash_helpers.registry.row_threads import (
+    CHUNK_BYTES,
     GRID_WIDTHS,
     HALF_CHUNKS,
+    LEAST_ROW_THREADS,
     Fields,
     competing_shapes,
     in_dtype,
@@ -35,6 +39,8 @@ MOST_THREADS = 512  # of a row
 MOST_OF_A_BLOCK = 2**16  # bytes of a row; clusters alone compete for longer ones
 LEAST_CHUNKS = 4  # of a thread, where some shape has as many
 PERSISTENT_STEPS = ("a5", "a6")  # whose blocks have weights in shared memory
+STREAMING = ((32, (1, 2)), (512, (2, 4)), (4096, (4, 8)))
+"""Chunks of a thread whose y leaves L2, of rows of up to so many chunks, by a probe on an H200."""
 HALF_WARPS = (8, 16)  # of blocks of which an SM has two or four
 _OTHER_NORM = 100.0  # octaves
 
@@ -51,23 +57,43 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
     if width * dtype.bytes > MOST_OF_A_BLOCK:
         one_row = competing_clusters(width, dtype, HALF_CHUNKS, HALF_WARPS[-1:])
         several = competing_clusters(width, dtype, warps=ONE_BLOCK_WARPS)
-        clusters += [("a4", {**shape, "rms": rms}) for shape in one_row]
+        clusters += [(step, {**shape, "rms": rms}) for step in ("a4", "a7") for shape in one_row]
         return clusters + [("a3", {**shape, "rms": rms}) for shape in several]
+    found: list[tuple[str, Fields]]
     shapes = competing_shapes(width, dtype, MOST_THREADS)
     narrow = list(narrow_in_flight(width, dtype))
+    if width * dtype.bytes == MOST_OF_A_BLOCK:
+        clusters += [("a7", {**shape, "rms": rms}) for shape in _of_small_blocks(width, dtype)]
     large = [shape for shape in shapes if shape["chunks"] >= LEAST_CHUNKS] or shapes
     if rms:
-        return [*(("r1", s) for s in large), *(("r2", s) for s in narrow), *clusters]
+        found = [*(("r1", s) for s in large), *(("r2", s) for s in narrow)]
+        found += [("r3", {**shape, "rows_in_flight": 1}) for shape in _streaming(width, dtype)]
+        return [*found, *clusters]
     halves = [
         {"n_warps": s["n_warps"], "chunks": s["chunks"], "row_threads": s["n_warps"] * gpu.WARP}
         for s in competing_clusters(width, dtype, HALF_CHUNKS, HALF_WARPS, (1,))
     ]
-    found: list[tuple[str, Fields]] = [("n4", shape) for shape in large]
+    found = [("n4", shape) for shape in large]
     found += [("n6", shape) for shape in narrow]
     if not narrow and not halves:
         in_flight = shapes_in_flight(large)
         found += [("n5", shape) for shape in in_flight if shape["rows_in_flight"] == 1]
+    found += [
+        ("n8", shape)
+        for shape in _streaming(width, dtype)
+        if shape["row_threads"] >= gpu.WARP * max(2, shape["chunks"])  # else n6 has less to do
+    ]
     return [*found, *(("n7", shape) for shape in halves), *clusters]
+
+
+def _streaming(width: int, dtype: Element) -> Iterator[Fields]:
+    """Yield shapes of rows in registers."""
+    chunks = -(-width * dtype.bytes // CHUNK_BYTES)
+    for of_a_thread in next((found for most, found in STREAMING if chunks <= most), ()):
+        row_threads = chunks // of_a_thread
+        if LEAST_ROW_THREADS <= row_threads <= MOST_THREADS:
+            n_warps = max(4, row_threads // gpu.WARP)
+            yield {"n_warps": n_warps, "chunks": of_a_thread, "row_threads": row_threads}
 
 
 def _of_small_blocks(width: int, dtype: Element) -> list[Fields]:
