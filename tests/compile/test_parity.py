@@ -48,6 +48,7 @@ INTEGER = re.compile(r"(?:add|sub|mul|mad|shl|shr|and|or|xor|cvt|cvta|mov)\b.*\.
 SAME_ALTHOUGH = {
     "p5_bf16_d96_Br64_Bc32",
     # rows of a warp: no shared memory
+    *(f"ad1_{dtype}_w4_c1_t16" for dtype in ("fp16", "bf16")),
     *(f"{step}_{dtype}_w4_c16_t32" for step in ("n4", "r1") for dtype in ("fp16", "bf16", "fp32")),
     *(f"n7_{dtype}_w16_c8_t512" for dtype in ("fp16", "bf16", "fp32")),
     *(f"n8_{dtype}_w8_c4_t256" for dtype in ("fp16", "bf16", "fp32")),

@@ -50,6 +50,7 @@ TAKEN_WHERE_MEASURED = {
     "norm_backward_cluster",
     "joint_cluster",
     "joint_linear",
+    "adaptive_norm",
 }
 """Families of which calls take no step but where it was the fastest on a measured grid."""
 
