@@ -49,4 +49,5 @@ struct JointLinearKernelArgs {
     int blocks; // thread blocks of the sequence, which come before those of the context
     int turns; // tiles of a thread block, one behind the other; 1 before jl2
     float eps;
+    int activations; // from jl4 on: 1 for GELU of y, 2 for SiLU of x, 3 for both
 };

@@ -127,6 +127,37 @@ def test_norms_of_rows_of_up_to_256_are_right(config: Config, cuda_device: torch
         check(problem, inputs, run(taking, problem, inputs))
 
 
+ACTIVATED = [config for config in CONFIGS if config.supports.activations]
+ACTIVATED_TILES = [config for config in TILES if config.supports.activations]
+
+
+@pytest.mark.parametrize("config", ACTIVATED_TILES, ids=lambda config: config.short_form())
+def test_layers_of_a_block_with_activations_are_right(
+    config: Config, cuda_device: torch.device
+) -> None:
+    for batch, length in ((1, 1), (1, 186), (64, 186)):
+        for out, kind in ((4 * WIDTH, {"gelu": True}), (6 * WIDTH, {"silu": True})):
+            problem = JointLinear(batch, length, WIDTH, out, context=64, bias=True, **kind)
+            inputs = draw("normal", problem, cuda_device, seed=length)
+            check(problem, inputs, run(config, problem, inputs))
+
+
+@each(ACTIVATED)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_activations_are_right_and_bits_repeat(
+    config: Config, distribution: str, cuda_device: torch.device
+) -> None:
+    problem = JointLinear(
+        *(16, 186, WIDTH, WIDTH, config.dtype), context=64, bias=True, norm=True, gelu=True
+    )
+    inputs = draw(distribution, problem, cuda_device)
+    first = run(config, problem, inputs)
+    check(problem, inputs, first)
+    for _ in range(100):
+        again = run(config, problem, inputs)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 @each_config
 def test_a_cuda_graph_replays_with_new_inputs(config: Config, cuda_device: torch.device) -> None:
     problem = JointLinear(2, 65, WIDTH, WIDTH, config.dtype, context=7, norm=True)

@@ -50,6 +50,7 @@ _FEW_SUMS, _WARPS_PER_SM, _WARPS_OF_MANY = 32, 16, 12
 
 WEIGHTS_STAY = "weights_stay"  # trait of steps: in shared memory, so that there is a depth
 CHUNKS_OF_A_COLUMN = "chunks_of_a_column"  # of y, which a thread stores
+ACTIVATIONS = "activations"  # GELU of y and SiLU of x
 
 _INPUTS = ("x", "weight", "bias", "norm_weight")
 _STRIDED = ("x", "weight", "y")
@@ -66,6 +67,7 @@ ARGUMENTS = StructLayout(
             **{f"{name}_stride": LONG for name in _STRIDES},
             **dict.fromkeys((*_SIZES, "blocks", "turns"), INT),
             "eps": FLOAT,
+            "activations": INT,
         }
     ),
 )
@@ -132,11 +134,17 @@ class JointLinearKernelConfig(Config):
     def supports(self) -> JointLinearSupports:
         """Streams of any number of tokens; with a norm, rows of up to B_c outputs."""
         most_in = self.depth or MOST_IN
-        return JointLinearSupports(self.dtype, CHUNK_BYTES, self.B_r, self.B_c, PIECE, most_in)
+        return JointLinearSupports(
+            *(self.dtype, CHUNK_BYTES, self.B_r, self.B_c, PIECE, most_in),
+            activations=ACTIVATIONS in self.step.traits,
+        )
 
     def variants(self) -> tuple[JointLinearKernelConfig, ...]:
         """Return the config, and for norms of wide rows that of the step with the most columns,
-        where weights do not stay."""
+        where weights do not stay. Of a step with activations, which no other has, that of the
+        largest depth."""
+        if ACTIVATIONS in self.step.traits and self.depth < _DEEP["depth"]:
+            return self, self.replace(**_DEEP)
         return (self,) if self.depth or self.B_c >= MOST_COLUMNS else (self, self.replace(**_WIDE))
 
     def check(self) -> None:
@@ -237,6 +245,7 @@ class JointLinearKernelConfig(Config):
             "blocks": (own,),
             "turns": (turns,),
             "eps": (problem.eps,),
+            "activations": (problem.gelu + 2 * problem.silu,),
         }
         launch = Launch(
             kernel=self.kernels[self.main_kernel],
@@ -283,6 +292,9 @@ def _row_stride(strides: tuple[int, ...]) -> int:
 
 
 _WIDE = MappingProxyType({"B_r": 64, "B_c": MOST_COLUMNS, "n_warps": 8, "warp_rows": 32})
+_DEEP = MappingProxyType(
+    {"B_r": 32, "B_c": PIECE, "n_warps": 4, "warp_rows": 16, "depth": 4 * PIECE}
+)
 
 JOINT_LINEAR = Family(
     name="joint_linear",
@@ -319,12 +331,18 @@ JOINT_LINEAR = Family(
             "kernels/joint_linear/jl3.cuh",
             traits=frozenset({CHUNKS_OF_A_COLUMN, HELD_BACK}),
         ),
+        StepEntry(
+            "activations",
+            "GELU of y before it is rounded, and SiLU of x before the product",
+            "kernels/joint_linear/jl4.cuh",
+            traits=frozenset({ACTIVATIONS, HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({"linear_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/joint_linear/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=4_000_000,
-    matrix_budget=250_000,
+    simulated_budget=5_200_000,
+    matrix_budget=450_000,
 )

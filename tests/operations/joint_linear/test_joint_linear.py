@@ -221,6 +221,106 @@ def test_the_tiles_that_compete_are_right(config: JointLinearKernelConfig) -> No
     check(config, problem, drawn(problem))
 
 
+# -- activations -----------------------------------------------------------------------------------
+
+ACTIVATED = [config for config in CONFIGS if config.supports.activations]
+ACTIVATIONS: list[dict[str, bool]] = [
+    {"gelu": True},
+    {"silu": True},
+    {"gelu": True, "silu": True, "norm": True},
+]
+each_activation = pytest.mark.parametrize("kind", ACTIVATIONS, ids=lambda kind: "_".join(kind))
+
+
+@each_activation
+@pytest.mark.parametrize("dtype", JOINT_LINEAR.dtypes)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_pytorch_is_within_the_bound_of_activations_and_one_wrong_element_is_not(
+    distribution: str, dtype: Element, kind: dict[str, bool]
+) -> None:
+    problem = replace(JointLinear(2, 9, 64, 48, dtype, bias=True, context=4), **kind)
+    inputs = draw(distribution, problem)
+    wanted = reference(problem, inputs)
+    found = run("pytorch_linear", problem, inputs)
+    for name, bound in wanted.bounds.items():
+        expected = wanted.expected[name]
+        assert ((found[name].double() - expected).abs() <= bound.of_elements).all()
+        right = expected.to(found[name].dtype)
+        assert measure_error(right, expected).within(bound)
+        wrong = right.clone()
+        wrong[1, 2, 3] += 0.05 * expected[1, 2].abs().max() + 0.01
+        assert not measure_error(wrong, expected).within(bound)
+
+
+def test_gelu_by_tanh_is_outside_of_the_bound() -> None:
+    """Where all outputs of a row are small: GELU differs from that by tanh by up to 5e-4."""
+    problem = JointLinear(1, 4, 64, 256, Element.FP16, bias=True, gelu=True)
+    inputs = draw("normal", problem)
+    inputs["weight"] *= 0.1
+    inputs["bias"].fill_(-2.2)
+    wanted = reference(problem, inputs)
+    y = inputs["x"].double() @ inputs["weight"].double().T + inputs["bias"].double()
+    for approximate, is_right in (("none", True), ("tanh", False)):
+        found = torch.nn.functional.gelu(y, approximate=approximate).half()
+        error = measure_error(found, wanted.expected["y"])
+        assert error.within(wanted.bounds["y"]) == is_right
+
+
+@each(ACTIVATED)
+@each_activation
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_activations_are_right(
+    config: JointLinearKernelConfig, kind: dict[str, bool], distribution: str
+) -> None:
+    problem = replace(JointLinear(1, 10, 80, 64, config.dtype, context=3, bias=True), **kind)
+    check(config, problem, drawn(problem, distribution))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [config for config in SHAPES if config.supports.activations],
+    ids=lambda config: config.short_form(),
+)
+def test_tiles_of_activations_are_right(config: JointLinearKernelConfig) -> None:
+    problem = JointLinear(1, 19, 72, 64, context=2, bias=True, gelu=True, silu=True)
+    check(config, problem, drawn(problem))
+
+
+def test_a_step_with_activations_has_a_variant_for_more_features() -> None:
+    problem = JointLinear(1, 2, 256, 72, gelu=True)
+    assert "in_features 256 is over the limit 128" in made("jl4").refusal(problem)
+    (taking,) = (c for c in made("jl4").variants() if not c.refusal(problem))
+    check(taking, problem, drawn(problem))
+
+
+@pytest.mark.parametrize("step", ["jl1", "jl2", "jl3"])
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_steps_before_jl4_refuse_activations(step: str, name: str) -> None:
+    problem = replace(JointLinear(1, 2, 64, 64), **{name: True})
+    assert f"{name}: {step}_bf16" in made(step).refusal(problem)
+    assert "choose jl4" in made(step).refusal(problem)
+
+
+def test_large_and_small_numbers_pass_activations_as_they_are_or_become_nothing() -> None:
+    """On a CPU PyTorch's GELU of an infinity is NaN, and that of 3e38 an infinity."""
+    problem = JointLinear(1, 1, 64, 64, bias=True, gelu=True)
+    given = drawn(problem)
+    given["x"].zero_()
+    given["bias"][:7] = torch.tensor([3e38, -3e38, 30.0, -30.0, math.inf, -math.inf, math.nan])
+    call = prepare(made("jl4"), *problem.arranged(given), **problem.call_options())
+    call.simulate()
+    found = call.tensors["y"][0, 0, :7]
+    right = given["bias"][:7].clamp(min=0)
+    assert found[6].isnan() and torch.equal(found[:6], right[:6])
+    problem = JointLinear(1, 1, 64, 64, bias=True, silu=True)
+    given = drawn(problem)
+    given["weight"].copy_(torch.eye(64))
+    given["bias"].zero_()
+    given["x"][0, 0, :4] = torch.tensor([3e38, -3e38, 30.0, -100.0])
+    found = check(made("jl4"), problem, given)["y"][0, 0, :4]
+    assert torch.equal(found, given["x"][0, 0, :4].clamp(min=0))
+
+
 @pytest.mark.parametrize(
     "tile",
     [

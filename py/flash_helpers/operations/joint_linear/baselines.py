@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from flash_helpers.measure.libraries import compiled
 from flash_helpers.operations.joint_linear.problem import CONTEXT, JointLinear
@@ -21,7 +21,9 @@ def computed(problem: JointLinear, tensors: Mapping[str, torch.Tensor]) -> dict[
     found = {}
     for stream in ("", CONTEXT) if problem.context else ("",):
         x, weight = tensors[f"{stream}x"], tensors[f"{stream}weight"]
-        y = linear(x, weight, tensors.get(f"{stream}bias"))
+        y = linear(silu(x) if problem.silu else x, weight, tensors.get(f"{stream}bias"))
+        if problem.gelu:
+            y = gelu(y)
         if problem.norm:
             y = rms_norm(y, y.shape[-1:], tensors[f"{stream}norm_weight"], problem.eps)
         found[f"{stream}y"] = y

@@ -22,6 +22,9 @@ FAULTS = {
         "jl3", Element.BF16, MAIN_LOOP, r"@exists st\.global", swap("@exists ", ""), nth(-1),
         OutOfBoundsError, '"r"(int(exists))',
     ),
+    "jl4: a warp reads x before others have applied SiLU": Fault(
+        "jl4", Element.BF16, MAIN_LOOP, r"bar\.sync", drop, nth(1), RaceError, "ldmatrix",
+    ),
 }  # fmt: skip
 
 
@@ -31,7 +34,11 @@ def problem_of(config: Any) -> JointLinear:
     behind x, where weights do not stay."""
     in_features = min(136, config.supports.most_in)
     return JointLinear(
-        1, 20, in_features, 128, config.dtype, context=5, bias=True, norm=config.depth == 0
+        *(1, 20, in_features, 128, config.dtype),
+        context=5,
+        bias=True,
+        norm=config.depth == 0,
+        silu=config.supports.activations,
     )
 
 

@@ -12,6 +12,7 @@ from flash_helpers.registry.problem import Element, Problem, Role, Tensor, optio
 
 EPS = 1e-6  # of the modules in flash_attention.multimodal
 MAX_EXPORTED = 65535
+OPERATIONS_OF_GELU, OPERATIONS_OF_SILU = 8, 4  # per element, erf and e^x as one each
 CONTEXT = "context_"  # before the names of the context's tensors
 _STREAM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -41,7 +42,9 @@ class JointLinear(Problem):
 
         y / sqrt(mean of y² + eps) · norm_weight
 
-    with a weight (out_features), and the context with its own.
+    with a weight (out_features), and the context with its own. With `gelu` y is GELU(x W^T + b)
+    before a norm, the exact function with erf; with `silu` x / (1 + e^-x) stands in place of x,
+    rounded to the dtype. Both streams have the same of these.
 
     `context`: 0 without one: then none of its tensors are given. context_in and context_out are
     in_features and out_features unless they are given. Both streams have a bias, or none; and a
@@ -73,6 +76,8 @@ class JointLinear(Problem):
     _: KW_ONLY
     bias: bool = option("a bias is added to each output", False)
     norm: bool = option("RMS norm of each token of y, with a weight", False)
+    gelu: bool = option("GELU of each output, behind the bias", False)
+    silu: bool = option("SiLU of each element of x, before the layer", False)
     context: int = option("tokens of each context, 0 for none", 0, least=0, most=MAX_EXPORTED)
     context_in: int = option(
         "in_features of the context, by default as x", None, metavar="N", most=MAX_EXPORTED
@@ -103,13 +108,19 @@ class JointLinear(Problem):
             for name, of_x in zip(_SIZES_OF_CONTEXT, own, strict=True):
                 size = getattr(self, name)
                 sizes += [] if size == of_x else [f"{name} {size}"]
-        sizes += [name for name in ("bias", "norm") if getattr(self, name)]
+        sizes += [name for name in ("bias", "norm", "gelu", "silu") if getattr(self, name)]
         sizes += [] if self.eps == EPS else [f"eps {self.eps:g}"]
         return ", ".join(sizes)
 
     @classmethod
     def posed(
-        cls, shapes: Mapping[str, tuple[int, ...]], dtype: Element, *, eps: float = EPS
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: Element,
+        *,
+        eps: float = EPS,
+        gelu: bool = False,
+        silu: bool = False,
     ) -> JointLinear:
         """Return the problem of x and its weight, and of the other tensors given: of a context its
         x, weight and output, and bias and weight of the norm if the sequence has them."""
@@ -135,6 +146,8 @@ class JointLinear(Problem):
             context_in=of_context[2],
             context_out=shapes["context_weight"][0] if given else shapes["weight"][0],
             eps=eps,
+            gelu=bool(gelu),
+            silu=bool(silu),
         )
         for tensor in problem.tensors:
             shape = shapes.get(tensor.name, tensor.shape)
@@ -166,8 +179,8 @@ class JointLinear(Problem):
             )
 
     def call_options(self) -> dict[str, Any]:
-        """Return eps, which no tensor tells."""
-        return {"eps": self.eps}
+        """Return eps and the activations, which no tensor tells."""
+        return {"eps": self.eps, "gelu": self.gelu, "silu": self.silu}
 
     def has(self, name: str) -> bool:
         """Whether the problem has a tensor that a call may leave out."""
@@ -208,11 +221,15 @@ class JointLinear(Problem):
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the products, and of bias and norm for each output."""
-        of_output = self.bias + 4 * self.norm
-        return self.rows * self.out_features * (2 * self.in_features + of_output) + (
+        """Floating-point operations of the products, of bias, GELU and norm for each output, and of
+        SiLU for each input."""
+        of_output = self.bias + 4 * self.norm + OPERATIONS_OF_GELU * self.gelu
+        of_input = OPERATIONS_OF_SILU * self.silu
+        products = self.rows * self.out_features * (2 * self.in_features + of_output) + (
             self.context_rows * self.context_out * (2 * self.context_in + of_output)
         )
+        inputs = self.rows * self.in_features + self.context_rows * self.context_in
+        return products + of_input * inputs
 
 
 _SIZES_OF_CONTEXT = ("context_in", "context_out")

@@ -10,6 +10,10 @@ rounding.
 
 With a norm these errors e are scaled by rstd · |weight|, and rstd is wrong by at most the share
 ||e|| / ||v|| of rstd for a row v of the linear layer, and by a few roundings.
+
+GELU scales errors by at most 1.13, the most that it rises, and adds a few roundings of its
+argument. y is the layer of SiLU rounded to the dtype, as in PyTorch. Where SiLU lies between two
+numbers of the dtype, fp32 may round it to the other one: of a row one element may be an ulp off.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.nn.functional import gelu, silu
 
 from flash_helpers.check.errors import OutputError, Reference, computed_bound
 from flash_helpers.operations.joint_linear.baselines import computed
 from flash_helpers.operations.joint_linear.problem import CONTEXT, JointLinear
 
 _U = 2.0**-24  # unit roundoff of fp32
+_STEEPEST_GELU, _GELU_ROUNDINGS = 1.13, 8
 _NORM_ROUNDINGS = 16  # of the sums of squares in trees, of rsqrt and of the products
 
 Inputs = Mapping[str, torch.Tensor]
@@ -35,11 +41,19 @@ def _stream(problem: JointLinear, inputs: Inputs, stream: str) -> tuple[torch.Te
         for name in ("x", "weight", "bias", "norm_weight")
         if stream + name in inputs
     }
+    if problem.silu:
+        own["x"] = silu(own["x"]).to(inputs[f"{stream}x"].dtype).double()
     y = own["x"] @ own["weight"].T
     sizes = own["x"].abs() @ own["weight"].T.abs()
     if "bias" in own:
         y, sizes = y + own["bias"], sizes + own["bias"].abs()
     errors = 2 * (own["x"].shape[-1] + 2) * _U * sizes
+    if problem.silu:
+        ulp = torch.finfo(inputs[f"{stream}x"].dtype).eps * own["x"].abs().amax(-1, keepdim=True)
+        errors = errors + ulp * own["weight"].abs().amax(-1)
+    if problem.gelu:
+        errors = _STEEPEST_GELU * errors + _GELU_ROUNDINGS * _U * y.abs()
+        y = gelu(y)
     if not problem.norm:
         return y, errors
     rstd = (y.square().mean(-1, keepdim=True) + problem.eps).rsqrt()

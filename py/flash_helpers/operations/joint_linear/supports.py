@@ -21,7 +21,7 @@ class JointLinearSupports(WithoutOptions):
 
     `alignment`: bytes that a thread copies at once; rows begin at multiples of it. `B_r`, `B_c`:
     rows and outputs of a thread block. `piece`: input features of a piece in shared memory.
-    `most_in`: the most input features.
+    `most_in`: the most input features. `activations`: whether it takes GELU of y and SiLU of x.
     """
 
     dtype: Element
@@ -30,6 +30,7 @@ class JointLinearSupports(WithoutOptions):
     B_c: int
     piece: int
     most_in: int
+    activations: bool = False
 
     @property
     def chunk(self) -> int:
@@ -66,6 +67,9 @@ class JointLinearSupports(WithoutOptions):
                     f"whole rows ({kernel}): choose a config with a larger B_c, or let PyTorch "
                     "compute it"
                 )
+        for name in ("gelu", "silu"):
+            if getattr(problem, name) and not self.activations:
+                return f"{name}: {kernel} has no activations; choose jl4, or let PyTorch compute it"
         tokens = max(problem.rows, problem.context_rows)
         most = _MOST_INT - self.B_r
         columns = max(problem.out_features, problem.context_out)
@@ -103,7 +107,8 @@ class JointLinearSupports(WithoutOptions):
             "context": "0 or more, with widths of its own",
             "in_features": f"multiples of {self.chunk} up to {self.most_in}",
             "out_features": f"multiples of {self.chunk}; with a norm up to B_c",
-            "options": "bias; RMS norm with any eps",
+            "options": "bias; RMS norm with any eps"
+            + ("; GELU of y, SiLU of x" if self.activations else ""),
             "strides": "1 along a token; one distance of all tokens",
         }
 
@@ -128,3 +133,7 @@ class JointLinearSupports(WithoutOptions):
             norm=True,
             eps=0.1,
         )
+        if self.activations:
+            yield JointLinear(1, 5, 3 * chunk, 2 * chunk, dtype, bias=True, gelu=True, context=3)
+            yield JointLinear(1, 2, more, 3 * chunk, dtype, silu=True, context=self.B_r + 1)
+            yield JointLinear(1, 2, chunk, self.B_c, dtype, norm=True, gelu=True, silu=True)
