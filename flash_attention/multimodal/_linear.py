@@ -1,5 +1,5 @@
-"""Linear layers of a sequence and its context, with the norms of their outputs, by one operation of
-the kernels, where the registry has a kernel for the problem."""
+"""Linear layers of a sequence and its context, with the norms of their outputs and activations, by
+one operation of the kernels, where the registry has a kernel for the problem."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
 
 from flash_attention.multimodal._streams import (
     MOST_KEPT,
@@ -27,21 +28,29 @@ if TYPE_CHECKING:
 
 # Features of the widest tokens: beyond them tensor cores bound the layers, where cuBLAS is ahead.
 _MOST_IN = 256
+# The same of layers with few outputs, such as the second one of a feed-forward.
+_FEW_OUT, _MOST_IN_OF_FEW = 128, 512
 _ALIGNMENT = 16  # bytes
 _OF_STREAM = ("x", "weight", "bias", "norm_weight")
 _INPUTS = (*_OF_STREAM, *(CONTEXT + name for name in _OF_STREAM))
 
 
 class Stream(NamedTuple):
-    """Tokens, the linear layer that reads them, and the norm of its output, if it has one."""
+    """Tokens, the linear layer that reads them, and the norm of its output, if it has one.
+
+    gelu: GELU follows on the layer, before a norm. silu: the layer reads SiLU of x.
+    """
 
     x: Float[Tensor, "batch length features"]
     layer: nn.Module
     norm: nn.RMSNorm | None = None
+    gelu: bool = False
+    silu: bool = False
 
     def computed(self) -> Float[Tensor, "batch length outputs"]:
         """Return the output by PyTorch."""
-        y = self.layer(self.x)
+        y = self.layer(silu(self.x) if self.silu else self.x)
+        y = gelu(y) if self.gelu else y
         return y if self.norm is None else self.norm(y)
 
     def is_plain(self) -> bool:
@@ -83,7 +92,7 @@ def _given(x: Tensor) -> Tensor:
 
 
 _joint_linear = StreamsOperator(
-    Problem, _INPUTS, ("eps",), ("y", "context_y"), _new, _none, _given
+    Problem, _INPUTS, ("eps", "gelu", "silu"), ("y", "context_y"), _new, _none, _given
 ).define()
 
 
@@ -93,8 +102,7 @@ def _is_taken(
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
     features: tuple[int, int, int, int],
-    bias: bool,
-    norm: bool,
+    **options: Any,
 ) -> bool:
     batch, length, context = sizes
     in_features, out_features, context_in, context_out = features
@@ -102,26 +110,27 @@ def _is_taken(
     def posed(element: Element) -> Problem:
         return Problem(
             *(batch, length, in_features, out_features, element),
-            bias=bias,
-            norm=norm,
             context=context,
             context_in=context_in,
             context_out=context_out,
+            **options,
         )
 
-    if max(in_features, context_in) > _MOST_IN or not has_kernel(device, dtype, posed):
+    few = max(out_features, context_out) <= _FEW_OUT
+    most = _MOST_IN_OF_FEW if few else _MOST_IN
+    if max(in_features, context_in) > most or not has_kernel(device, dtype, posed):
         return False
     # without a norm and with many tokens the libraries' matrix product is the faster one
     return is_ahead(posed(Problem.elements[0]), device)
 
 
 @torch.compiler.assume_constant_result  # so that a trace does not look into the registry
-def _decided(*facts: Any) -> bool:
-    return _is_taken(*facts)
+def _decided(*facts: Any, **options: bool) -> bool:
+    return _is_taken(*facts, **options)
 
 
-def _takes(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a kernel computes the layers of these tensors."""
+def _takes(tensors: Mapping[str, Tensor], *, gelu: bool, silu: bool) -> bool:
+    """Whether a kernel computes the layers of these tensors, with activations or without."""
     x, weight = tensors["x"], tensors["weight"]
     if wants_gradients(tensors.values()) or not all(x.shape):
         return False
@@ -134,7 +143,11 @@ def _takes(tensors: Mapping[str, Tensor]) -> bool:
     sizes = sizes_asked(x.shape[0], x.shape[1], 0 if of_context is None else of_context.shape[1])
     features = (*weight.shape[::-1], *context_weight.shape[::-1])
     return _decided(
-        *(x.device, x.dtype, sizes, features, "bias" in tensors, "norm_weight" in tensors)
+        *(x.device, x.dtype, sizes, features),
+        bias="bias" in tensors,
+        norm="norm_weight" in tensors,
+        gelu=gelu,
+        silu=silu,
     )
 
 
@@ -142,7 +155,7 @@ def linear_streams(
     own: Stream, other: Stream | None, *, kernels: bool
 ) -> tuple[Float[Tensor, "batch length outputs"], Float[Tensor, "batch tokens outputs"] | None]:
     """Return the outputs of the layers of a sequence and of its context, by one kernel where there
-    is one, else by PyTorch; None for a context that is None.
+    is one, else by PyTorch; None for a context that is None. Both have the same activations.
 
     kernels: whether the backend lets a kernel compute them.
     """
@@ -151,9 +164,9 @@ def linear_streams(
     streams = [own] if both is None else [own, both]
     if kernels and all(stream.is_plain() for stream in streams):
         tensors = own.tensors("") | ({} if both is None else both.tensors(CONTEXT))
-        if _takes(tensors):
+        if _takes(tensors, gelu=own.gelu, silu=own.silu):
             eps = 0.0 if own.norm is None or own.norm.eps is None else own.norm.eps
-            y, context_y = _joint_linear(*map(tensors.get, _INPUTS), eps)
+            y, context_y = _joint_linear(*map(tensors.get, _INPUTS), eps, own.gelu, own.silu)
             if both is None and other is not None:
                 context_y = other.computed()
             return y, None if other is None else context_y

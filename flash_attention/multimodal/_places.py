@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import MOST_SMS, Device, largest_device
 from flash_helpers.kernel_configs import FAMILIES, AttentionForward
+from flash_helpers.operations.adaptive_norm.problem import AdaptiveNorm
 from flash_helpers.operations.attention_backward.problem import AttentionBackward
 from flash_helpers.operations.joint_attention.problem import JointAttention
 from flash_helpers.operations.joint_linear.problem import JointLinear
@@ -17,14 +18,14 @@ from flash_helpers.tune.best import config_for
 
 PYTORCH = "PyTorch"
 _BATCH, _LENGTH, _CONTEXT, _WIDTH = 64, 186, 64, 128
+_HIDDEN, _PARTS = 512, 6  # hidden features; shift, scale and gate, twice
 _D_HEADS = (16, 64, 128)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a part of a block runs. gpus: architectures, such as "sm_90". place: the short form of
-    the kernel's config, or "PyTorch"; reason: then why, in the registry's words, and "" for a part
-    that no operation of the registry computes in these modules."""
+    the kernel's config, or "PyTorch"; reason: then why, in the registry's words."""
 
     part: str
     gpus: tuple[str, ...]
@@ -37,14 +38,13 @@ class Place:
         return self.place.partition("_")[0]
 
 
-def parts() -> dict[str, Problem | None]:
-    """Return the problem that each part of a block poses to the registry; None for the parts that
-    the modules give to PyTorch alone.
+def parts() -> dict[str, Problem]:
+    """Return the problem that each part of a block poses to the registry.
 
     Problems are those of joint attention in bf16: batch 64, sequence 186, context 64, width 128 or
     one head.
     """
-    found: dict[str, Problem | None] = {}
+    found: dict[str, Problem] = {}
     for d_head in _D_HEADS:
         heads, length = max(_WIDTH // d_head, 1), _LENGTH + _CONTEXT
         forward = AttentionForward(_BATCH, heads, length, d_head)
@@ -61,8 +61,19 @@ def parts() -> dict[str, Problem | None]:
     found["QK-RMSNorm, RoPE, heads of 128"] = QkNormRope(
         *(_BATCH, 1, _LENGTH), context=_CONTEXT, rotary=True
     )
-    found["adaptive layer norms, gates"] = None
-    found["feed-forward"] = None
+    of_norm = AdaptiveNorm(*tokens, context=_CONTEXT)
+    found["adaptive layer norms"] = of_norm
+    found["gated sums, adaptive layer norms"] = replace(of_norm, change=True, sum=True)
+    found["gated sums"] = replace(of_norm, change=True, norm=False)
+    # Conditions are tokens of one sequence, and of its context
+    found["modulation"] = JointLinear(
+        *(1, _BATCH, _WIDTH, _PARTS * _WIDTH), context=_BATCH, bias=True, silu=True
+    )
+    hidden = JointLinear(*tokens, _HIDDEN, context=_CONTEXT, bias=True, gelu=True)
+    found["feed-forward, first layer and GELU"] = hidden
+    found["feed-forward, second layer"] = JointLinear(
+        *(_BATCH, _LENGTH, _HIDDEN, _WIDTH), context=_CONTEXT, bias=True
+    )
     return found
 
 
@@ -72,9 +83,7 @@ def gpus() -> list[Device]:
     return [d for d in devices if any(f.runs_on(d.capability) for f in FAMILIES.values())]
 
 
-def _place(problem: Problem | None, gpu: Device) -> tuple[str, str]:
-    if problem is None:
-        return PYTORCH, ""
+def _place(problem: Problem, gpu: Device) -> tuple[str, str]:
     try:
         return config_for(problem, gpu).short_form(), ""
     except (RuntimeError, ValueError) as error:

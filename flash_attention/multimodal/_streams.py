@@ -64,8 +64,8 @@ def wants_gradients(tensors: Iterable[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class StreamsOperator:
-    """An operator that returns an output of a sequence and one of its context, from tensors that
-    an operation's problem names.
+    """An operator that returns an output of a sequence and one of its context, and maybe others,
+    from tensors that an operation's problem names.
 
     inputs: the operator's tensors, in its order, of which the first is the first of the problem.
     options: options of the problem, behind them. outputs: those of the sequence and of the context.
@@ -73,6 +73,8 @@ class StreamsOperator:
     context without one. none: makes the result in place of that, from the sequence's output. given:
     makes an input into what a kernel takes. formula: returns the outputs from the inputs and the
     options by operators with gradients, which the operator's are computed by; None if it has none.
+    others: further outputs, which are returned behind the two. other: makes one of these from the
+    inputs and its name; None where a call has none.
     """
 
     problem: type[Problem]
@@ -82,14 +84,17 @@ class StreamsOperator:
     new: Callable[[Mapping[str, Tensor], str], Tensor | None]
     none: Callable[[Tensor], Tensor]
     given: Callable[[Tensor], Tensor] = lambda x: x
-    formula: Callable[..., tuple[Tensor, Tensor]] | None = None
+    formula: Callable[..., tuple[Tensor, ...]] | None = None
+    others: tuple[str, ...] = ()
+    other: Callable[[Mapping[str, Tensor], str], Tensor | None] = lambda tensors, name: None
 
-    def define(self) -> Callable[..., tuple[Tensor, Tensor]]:
+    def define(self) -> Callable[..., Any]:
         """Define the operator, which has the operation's name, and return it."""
         needed = self.inputs[: next(n for n, x in enumerate(self.inputs) if self._may_miss(x))]
         tensors = (f"Tensor{'' if name in needed else '?'} {name}" for name in self.inputs)
         options = (f"{self._kind(name)} {name}" for name in self.options)
-        schema = f"{self.problem.operation}({', '.join((*tensors, *options))}) -> (Tensor, Tensor)"
+        returned = ", ".join(["Tensor"] * (len(self.outputs) + len(self.others)))
+        schema = f"{self.problem.operation}({', '.join((*tensors, *options))}) -> ({returned})"
         gradient = self._differentiable if self.formula else None
         return define(schema, self._computed, self._fake, gradient)
 
@@ -97,17 +102,20 @@ class StreamsOperator:
         return name in self.problem.optional
 
     def _kind(self, option: str) -> str:
-        return "float" if option == "eps" else "int"
+        kinds = {"int": "int", "float": "float", "bool": "bool"}
+        return kinds[str(self.problem.__dataclass_fields__[option].type)]
 
     def _asked(self, args: tuple[Any, ...]) -> tuple[dict[str, Tensor], tuple[None, Any]]:
-        """Return the tensors of a call by name, with the context's output, and what is asked of
-        `compute`."""
+        """Return the tensors of a call by name, with the context's output and other ones, and what
+        is asked of `compute`."""
         number = len(self.inputs)
         pairs = zip(self.inputs, args[:number], strict=True)
         found = {name: x for name, x in pairs if x is not None}
         context = self.new(found, "context_")
         if context is not None:
             found[self.outputs[1]] = context
+        further = {name: self.other(found, name) for name in self.others}
+        found |= {name: x for name, x in further.items() if x is not None}
         return found, (None, tuple(zip(self.options, args[number:], strict=True)))
 
     def _choose(self, asked: tuple[Any, Any], tensors: Mapping[str, Laid]) -> Config:
@@ -116,33 +124,33 @@ class StreamsOperator:
         problem = posed_problem(self.problem, element, tensors, **dict(asked[1]))
         return chosen(problem, tensors[first].device)
 
-    def _both(self, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        own, of_context = self.outputs
+    def _all(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        own, *rest = (*self.outputs, *self.others)
         y = found[own]
-        return y, found[of_context] if of_context in found else self.none(y)
+        return y, *(found[name] if name in found else self.none(y) for name in rest)
 
-    def _computed(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def _computed(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, asked = self._asked(args)
         own = self.outputs[0]
         names = tuple(name for name in self.problem.axes if name in tensors or name == own)
         given = [None if name == own else self.given(tensors[name]) for name in names]
         found = compute(self.problem, asked, names, given, self._choose)
-        return self._both(dict(zip(names, found, strict=True)))
+        return self._all(dict(zip(names, found, strict=True)))
 
-    def _differentiable(self, keys: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+    def _differentiable(self, keys: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
         formula, number = self.formula, len(self.inputs)
         assert formula is not None
-        found: tuple[Tensor, Tensor] = Recomputed.apply(
+        found: tuple[Tensor, ...] = Recomputed.apply(
             below_autograd(self.problem.operation, keys, args),
             lambda *inputs: formula(*inputs, *args[number:]),
             *args[:number],
         )
         return found
 
-    def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def _fake(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, asked = self._asked(args)
         first = tensors[self.inputs[0]]
         compile_while_tracing(self._choose(asked, tensors), first.device)
         y = self.new(tensors, "")
         assert y is not None
-        return self._both({**tensors, self.outputs[0]: y})
+        return self._all({**tensors, self.outputs[0]: y})

@@ -151,12 +151,22 @@ def test_frozen_weights_are_taken_while_gradients_are_on(taken) -> None:
 
 def test_widths_that_no_kernel_takes_are_pytorchs(taken) -> None:
     own = nn.Linear(12, 8).to(BF16).requires_grad_(False)
-    wide = nn.Linear(264, 8).to(BF16).requires_grad_(False)
-    for layer in (own, wide):
+    wide = nn.Linear(520, 8).to(BF16).requires_grad_(False)
+    many = nn.Linear(264, 136).to(BF16).requires_grad_(False)
+    for layer in (own, wide, many):
         x = drawn(1, 2, layer.in_features)
         y, _ = linear_streams(Stream(x, layer), None, kernels=True)
         assert torch.equal(y, layer(x))
-    assert taken == ["PyTorch"] * 2
+    assert taken == ["PyTorch"] * 3
+
+
+def test_many_features_of_few_outputs_are_taken(taken) -> None:
+    """As the second layer of a feed-forward has them."""
+    layer = nn.Linear(512, 128).to(BF16).requires_grad_(False)
+    x = drawn(1, 2, 512)
+    y, _ = linear_streams(Stream(x, layer), None, kernels=True)
+    torch.testing.assert_close(y, layer(x), rtol=0.01, atol=0.01)
+    assert taken == ["one stream"]
 
 
 class Scaled(nn.Linear):
@@ -223,7 +233,7 @@ def test_the_operator_is_one_that_pytorch_can_trace(bias, context) -> None:
         norm = drawn(outputs) if context != 16 else None
         return [drawn(2, 3, 16), drawn(outputs, 16), drawn(outputs) if bias else None, norm]
 
-    given = (*stream(8), *stream(context), 1e-6)
+    given = (*stream(8), *stream(context), 1e-6, bias, not bias)
     torch.library.opcheck(torch.ops.flash_attention.joint_linear.default, given)
 
 
