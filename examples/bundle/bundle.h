@@ -52,7 +52,10 @@ struct Place {
     size_t offset = 0;
 };
 
-struct Step { // a launch; without a function memory that is filled with zeros
+// A launch, memory that is filled with zeros, or a change of stream: the second one begins, the
+// first one goes on, the first one waits for the second.
+struct Step {
+    enum Kind { kLaunch, kZero, kSide, kMain, kJoin } kind = kLaunch;
     struct Address {
         size_t member;
         Place place;
@@ -80,6 +83,9 @@ class Bundle {
     // The context of the device is current. kind: "cubin", or "ptx", which the driver compiles.
     explicit Bundle(const std::string &folder, const std::string &kind = "cubin")
         : folder(folder), kind(kind) {
+        DRIVER(cuStreamCreate, &side, CU_STREAM_NON_BLOCKING);
+        DRIVER(cuEventCreate, &forked, CU_EVENT_DISABLE_TIMING);
+        DRIVER(cuEventCreate, &done, CU_EVENT_DISABLE_TIMING);
         std::istringstream text(read_file(folder + "/bundle.txt"));
         for (std::string word; text >> word;)
             read(word, text);
@@ -105,11 +111,22 @@ class Bundle {
     }
 
     void launch(CUstream stream) const {
+        CUstream current = stream;
         for (const Step &step : steps) {
-            if (step.function == nullptr) {
-                DRIVER(cuMemsetD8Async, at(step.zeroed), 0, step.zeroed_bytes, stream);
-                continue;
+            if (step.kind == Step::kZero) {
+                DRIVER(cuMemsetD8Async, at(step.zeroed), 0, step.zeroed_bytes, current);
+            } else if (step.kind == Step::kSide) {
+                DRIVER(cuEventRecord, forked, stream);
+                DRIVER(cuStreamWaitEvent, side, forked, 0);
+                current = side;
+            } else if (step.kind == Step::kMain) {
+                DRIVER(cuEventRecord, done, side);
+                current = stream;
+            } else if (step.kind == Step::kJoin) {
+                DRIVER(cuStreamWaitEvent, stream, done, 0);
             }
+            if (step.kind != Step::kLaunch)
+                continue;
             const auto &[x, y, z] = step.grid;
             CUlaunchAttribute found[2] = {};
             unsigned n = 0;
@@ -131,7 +148,7 @@ class Bundle {
     size_t launches() const {
         size_t count = 0;
         for (const Step &step : steps)
-            count += step.function != nullptr;
+            count += step.kind == Step::kLaunch;
         return count;
     }
 
@@ -146,6 +163,8 @@ class Bundle {
     std::vector<Kernel> kernels;
     std::map<std::string, CUdeviceptr> buffers; // their addresses
     std::vector<Step> steps;
+    CUstream side;
+    CUevent forked, done;
 
     // One entry of bundle.txt, whose first word has been read.
     void read(const std::string &word, std::istream &text) {
@@ -175,8 +194,13 @@ class Bundle {
             load_kernel(text);
         } else if (word == "zero") {
             Step step;
+            step.kind = Step::kZero;
             step.zeroed = place(text);
             text >> step.zeroed_bytes;
+            steps.push_back(step);
+        } else if (word == "side" || word == "main" || word == "join") {
+            Step step;
+            step.kind = word == "side" ? Step::kSide : word == "main" ? Step::kMain : Step::kJoin;
             steps.push_back(step);
         } else if (word == "launch") {
             steps.push_back(read_launch(text));
@@ -307,7 +331,7 @@ class Bundle {
 
     void fill(Step &step) const {
         uint8_t *const arguments = reinterpret_cast<uint8_t *>(step.words.data());
-        if (step.function == nullptr)
+        if (step.kind != Step::kLaunch)
             return;
         memcpy(arguments, step.unbound.data(), step.unbound.size());
         for (const Step::Address &address : step.addresses) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ class Ran:
     arena: int = 0
     weights: int = 0
     tensor_maps: int = 0
+    on_side: int = 0  # launches
 
 
 def simulated(
@@ -47,12 +49,17 @@ def simulated(
     weights: bytes,
     kernel_of: Callable[[str], Kernel],
     inputs: Mapping[str, Tensor],
+    *,
+    late: bool = False,
 ) -> Ran:
-    """Run a bundle. kernel_of: returns a kernel by its name."""
+    """Run a bundle. kernel_of: returns a kernel by its name. late: launches of the second stream
+    run when the first one waits for them, instead of at once."""
     found, memory = Ran(), DeviceMemory()
     addresses: dict[str, int] = {}
     kernels: list[tuple[str, int, int]] = []
     outputs: list[tuple[str, torch.dtype, int, list[int]]] = []
+    is_side = False
+    waiting: list[Callable[[], None]] = []
     lines = iter(text.splitlines())
     for line in lines:
         word, *words = line.split()
@@ -80,25 +87,32 @@ def simulated(
             begin = addresses[words[0]] + numbers[0] - ARENA_BASE
             memory.words(1)[begin : begin + numbers[1]] = 0
         elif word == "launch":
-            _launch(
-                words,
-                [next(lines) for _ in range(numbers[9] + numbers[10])],
-                addresses,
-                kernels,
-                kernel_of,
-                memory,
+            details = [next(lines) for _ in range(numbers[9] + numbers[10])]
+            run = functools.partial(
+                _launch, words, details, addresses, kernels, kernel_of, memory, found
             )
-            found.tensor_maps += numbers[10]
-            found.launches.append(kernels[numbers[0]][0])
+            if is_side:
+                found.on_side += 1
+                waiting.append(run)
+            else:
+                run()
+        elif word in ("side", "main"):
+            is_side = word == "side"
+        if not late or word == "join":
+            for run in waiting:
+                run()
+            waiting.clear()
+    assert not waiting
     for name, dtype, size, shape in outputs:
         content = memory.download(addresses[f"output:{name}"], size, np.dtype(np.uint8))
         found.outputs[name] = torch.from_numpy(content.copy()).view(dtype).view(shape)
     return found
 
 
-def _launch(words, details, addresses, kernels, kernel_of, memory) -> None:
+def _launch(words, details, addresses, kernels, kernel_of, memory, found) -> None:
     number, *blocks, programmatic, size, _, _, digits = words
     name, block, shared = kernels[int(number)]
+    found.launches.append(name)
     grid, cluster = ([*map(int, blocks[i : i + 3])] for i in (0, 3))
     arguments = bytearray.fromhex(digits)
     assert len(arguments) == int(size)
@@ -106,6 +120,7 @@ def _launch(words, details, addresses, kernels, kernel_of, memory) -> None:
         kind, member, buffer, *numbers = line.split()
         at, offset = int(member), int(numbers[0])
         address = addresses[buffer] + offset
+        found.tensor_maps += kind == "map"
         if kind == "address":
             content = address.to_bytes(8, "little")
         else:

@@ -32,6 +32,12 @@ and then, in the order in which a run has them:
   boxes innermost first, and RANK - 1 strides. Element strides are 1, there is no interleaving, and
   outside are zeros.
 
+Launches that nothing has to run before may be on a second stream, from the first step on:
+
+- side: the second stream waits for what is before, and the next launches are on it.
+- main: the next launches are on the first stream again.
+- join: the first stream waits for all launches of the second one.
+
 Standard library only.
 """
 
@@ -39,6 +45,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import Config
@@ -93,6 +101,17 @@ class PlacedLaunch:
     places: Mapping[str, Place]
 
 
+class Change(Enum):
+    """A change of the stream that launches are on, or a wait for the second one."""
+
+    SIDE = "side"
+    MAIN = "main"
+    JOIN = "join"
+
+
+Step: TypeAlias = "Zeroing | PlacedLaunch | Change"
+
+
 @dataclass(frozen=True)
 class Bundle:
     """All of a bundle but the machine code and the weights.
@@ -110,7 +129,7 @@ class Bundle:
     inputs: Sequence[Port]
     outputs: Sequence[Port]
     kernels: Mapping[str, tuple[Config, str]]
-    steps: Sequence[Zeroing | PlacedLaunch]
+    steps: Sequence[Step]
 
     @property
     def launches(self) -> list[PlacedLaunch]:
@@ -140,6 +159,8 @@ class Bundle:
         for step in self.steps:
             if isinstance(step, Zeroing):
                 yield f"zero {step.place} {step.bytes}"
+            elif isinstance(step, Change):
+                yield step.value
             else:
                 yield from _launch_lines(step, numbers[step.launch.kernel])
 

@@ -18,9 +18,11 @@ from flash_helpers.export.bundle import (
     WEIGHTS,
     ZEROS,
     Bundle,
+    Change,
     Place,
     PlacedLaunch,
     Port,
+    Step,
     Zeroing,
 )
 from flash_helpers.export.command import check_target
@@ -35,6 +37,8 @@ from flash_helpers.runtime.tensors import check_problem, check_strides, gpu_devi
 from flash_helpers.tune.best import config_for
 
 DESCRIPTION = "bundle.txt"
+# Part of the memory that outputs of calls on a second stream may take, which all live long.
+_SIDE_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,34 @@ def _needed(calls: Sequence[_Chosen], outputs: set[int]) -> list[_Chosen]:
     return found[::-1]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Calls in the order of their launches. `side`: number of the first ones that are on a second
+    stream. `join`: number of the call before which the first stream waits for them."""
+
+    calls: Sequence[_Chosen]
+    side: int = 0
+    join: int = 0
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of the outputs on the second stream."""
+        outputs = (x for call in self.calls[: self.side] for x in call.recorded.written)
+        return sum(x.untyped_storage().nbytes() for x in outputs)
+
+
+def _side_by_side(calls: Sequence[_Chosen]) -> _Order:
+    """Return an order in which calls that read no output of another one run beside the others: the
+    layers of a condition, of which each block has one."""
+    written = {storage for call in calls for storage in call.written}
+    free = [call for call in calls[1:] if not call.read & written and not call.call.buffers]
+    others = (call for call in calls if not any(call is other for other in free))
+    ordered = [*free, *others]
+    outputs = {storage for call in free for storage in call.written}
+    waiting = (n for n, call in enumerate(ordered) if call.read & outputs)
+    return _Order(ordered, len(free), next(waiting, len(ordered)))
+
+
 def _ports(tensors: Mapping[str, Tensor]) -> list[Port]:
     return [
         Port(
@@ -172,7 +204,8 @@ def _check_outputs(recording: Recording, calls: Sequence[_Chosen]) -> None:
 class _Memory:
     """The places of all storages and buffers of calls."""
 
-    def __init__(self, recording: Recording, calls: Sequence[_Chosen]) -> None:
+    def __init__(self, recording: Recording, order: _Order) -> None:
+        self._order, calls = order, order.calls
         self._places: dict[int, Place] = {}
         for kind, tensors in (("input", recording.inputs), ("output", recording.outputs)):
             for name, x in tensors.items():
@@ -198,12 +231,14 @@ class _Memory:
     def _place_others(self, calls: Sequence[_Chosen]) -> None:
         uses: dict[int | tuple[int, str], Use] = {}
         for number, call in enumerate(calls):
+            # on the second stream it runs at any time until the first one waits
+            last = self._order.join if number < self._order.side else number
             for x in (*call.recorded.written, *call.recorded.read):
                 storage = storage_of(x)
                 if storage not in self._places:
-                    before = uses.get(storage)
-                    first = before.first if before else number
-                    uses[storage] = Use(x.untyped_storage().nbytes(), first, number)
+                    before = uses.get(storage, Use(0, number, last))
+                    size = x.untyped_storage().nbytes()
+                    uses[storage] = Use(size, before.first, max(before.last, last))
             for buffer in call.call.buffers:
                 if buffer.left_zeroed:
                     self._buffers[number, buffer.name] = Place(ZEROS)
@@ -217,10 +252,14 @@ class _Memory:
             else:
                 self._places[key] = Place(ARENA, offset)
 
-    def steps(self, calls: Sequence[_Chosen]) -> list[Zeroing | PlacedLaunch]:
+    def steps(self) -> list[Step]:
         """Return what the calls do, in order."""
-        found: list[Zeroing | PlacedLaunch] = []
-        for number, call in enumerate(calls):
+        order = self._order
+        found: list[Step] = [Change.SIDE] if order.side else []
+        for number, call in enumerate(order.calls):
+            if order.side:
+                found += [Change.MAIN] * (number == order.side)
+                found += [Change.JOIN] * (number == order.join)
             places = {
                 name: self._places[storage_of(x)].behind(_offset(x))
                 for name, x in call.recorded.tensors.items()
@@ -230,6 +269,8 @@ class _Memory:
                 if buffer.zeroed and not buffer.left_zeroed:
                     found.append(Zeroing(own, buffer.bytes))
             found += [PlacedLaunch(launch, places) for launch in call.call.launches]
+        if order.side and order.join == len(order.calls):
+            found.append(Change.JOIN)
         return found
 
 
@@ -244,7 +285,10 @@ def planned(
     every = [_chosen(call, device, target) for call in recording.calls]
     _check_outputs(recording, every)
     calls = _needed(every, {*map(storage_of, recording.outputs.values())})
-    memory = _Memory(recording, calls)
+    memory = _Memory(recording, _Order(calls))
+    order = _side_by_side(calls)
+    if order.side > 1 and order.side_bytes * _SIDE_SHARE <= memory.arena_bytes:
+        memory = _Memory(recording, order)
     kernels = {
         launch.kernel: (call.config, _function(call.config, launch.kernel))
         for call in calls
@@ -260,7 +304,7 @@ def planned(
         _ports(recording.inputs),
         _ports(recording.outputs),
         kernels,
-        memory.steps(calls),
+        memory.steps(),
     )
     return bundle, memory.weights
 
