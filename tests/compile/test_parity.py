@@ -57,7 +57,6 @@ SAME_ALTHOUGH = {
         for step in ("s4", "f1", "i1")
         for dtype in ("fp16", "bf16", "fp32")
     ),
-    *(f"qr1_{dtype}_w4_c4_t32" for dtype in ("fp16", "bf16")),
     *(
         f"{step}_{dtype}_w4_c2_t32_f2"
         for step in ("n6", "r2", "s5")

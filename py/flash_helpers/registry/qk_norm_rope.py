@@ -57,7 +57,7 @@ ARGUMENTS = StructLayout(
 class QkNormRopeKernelConfig(RowConfig):
     """One kernel of the qk_norm_rope family."""
 
-    example: ClassVar[str] = "qr1_bf16_w4_c4_t32"
+    example: ClassVar[str] = "qr1_bf16_w4_c6_t64"
 
     qk_norm_rope: int = number("qr", "the step")
     dtype: Element = element()
@@ -87,9 +87,9 @@ class QkNormRopeKernelConfig(RowConfig):
             raise ValueError(f"chunks {self.chunks} is over {MOST_CHUNKS}: choose 3 or 4")
 
     def variants(self) -> tuple[QkNormRopeKernelConfig, ...]:
-        """Return the config, and others for rows that its threads do not hold."""
-        others = (self.replace(**fields) for fields in _WIDER)
-        return self, *(c for c in others if c.pass_elements > self.pass_elements)
+        """Return the config, and one for rows that its threads do not hold."""
+        wide = self.replace(**_WIDE)
+        return (self,) if self.pass_elements >= wide.pass_elements else (self, wide)
 
     def call(self, problem: QkNormRope, strides: Strides, device: Device) -> Call:
         """Return one launch, in which each block has `block_rows` rows of Q, K and V."""
@@ -120,10 +120,7 @@ class QkNormRopeKernelConfig(RowConfig):
         return 2
 
 
-_WIDER = (  # rows of up to 4096 and 16384 elements
-    MappingProxyType({"n_warps": 4, "chunks": 4, "row_threads": 128}),
-    MappingProxyType({"n_warps": 8, "chunks": 8, "row_threads": 256}),
-)
+_WIDE = MappingProxyType({"n_warps": 8, "chunks": 8, "row_threads": 256})
 
 QK_NORM_ROPE = Family(
     name="qk_norm_rope",
@@ -132,7 +129,7 @@ QK_NORM_ROPE = Family(
     prefix="qr",
     rank=31,
     config=QkNormRopeKernelConfig,
-    base=MappingProxyType({"n_warps": 4, "chunks": 4, "row_threads": 32}),
+    base=MappingProxyType({"n_warps": 4, "chunks": 6, "row_threads": 64}),
     entries=(
         StepEntry(
             "both_streams",
@@ -151,6 +148,6 @@ QK_NORM_ROPE = Family(
     header=PurePosixPath("kernels/qk_norm_rope/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
-    simulated_budget=1_050_000,
+    simulated_budget=1_800_000,
     matrix_budget=200_000,
 )

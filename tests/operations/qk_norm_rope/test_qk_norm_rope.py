@@ -190,7 +190,7 @@ def test_all_inputs_are_right(config: QkNormRopeKernelConfig, distribution: str)
 @pytest.mark.parametrize("d_head", [64, 96, 128, 192, 256])
 def test_heads_of_every_size_are_right(d_head: int, bf16: QkNormRopeKernelConfig) -> None:
     """Those that attention takes, with one chunk of a thread and with several."""
-    for row_threads, heads in ((32, 3), (128, 9)):
+    for row_threads, heads in ((32, 3), (64, 9)):
         problem = QkNormRope(1, heads, 2, d_head, context=1, rotary=True)
         check(bf16.replace(row_threads=row_threads), problem, drawn(problem))
 
@@ -212,11 +212,11 @@ def test_the_shapes_that_compete_are_right(config: QkNormRopeKernelConfig) -> No
     check(config, problem, drawn(problem))
 
 
-@pytest.mark.parametrize("width", [1024, 1536, 4096, 16384])
+@pytest.mark.parametrize("width", [1024, 3072, 3200, 16384])
 def test_widths_have_a_variant_that_takes_them(width: int, bf16: QkNormRopeKernelConfig) -> None:
     problem = QkNormRope(1, width // 128, 1, 128, rotary=True)
     taking = next(config for config in bf16.variants() if not config.refusal(problem))
-    assert taking.supports.max_width == next(n for n in (1024, 4096, 16384) if n >= width)
+    assert taking.supports.max_width == (3072 if width <= 3072 else 16384)
     check(taking, problem, drawn(problem))
 
 
@@ -265,9 +265,9 @@ def test_a_row_of_zeros_stays_zeros(bf16: QkNormRopeKernelConfig) -> None:
     ("shape", "options", "blocks"),
     [
         ({"row_threads": 128}, {"context": 64}, 2 * 3 * 250),
-        ({}, {"context": 64}, 3 * 125),
-        ({}, {"context": 64, "context_queries": False}, 343),
-        ({}, {}, 186),
+        ({}, {"context": 64}, 3 * 250),
+        ({}, {"context": 64, "context_queries": False}, 686),
+        ({}, {}, 2 * 186),
         ({"row_threads": 8, "n_warps": 8}, {}, 24),
     ],
 )
@@ -315,7 +315,7 @@ OF_CONTEXT: Tensors = {
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"q": X.float()}, TypeError, "q is torch.float32 and qr1_bf16_w4_c4_t32 takes"),
+        ({"q": X.float()}, TypeError, "q is torch.float32 and qr1_bf16_w4_c6_t64 takes"),
         ({"k": X.half()}, TypeError, "k is torch.float16"),
         ({"rotary": TABLE.double()}, TypeError, "rotary is torch.float64"),
         ({"q": X[:, :0]}, ValueError, "q has seq 0, shape"),
@@ -354,8 +354,8 @@ def test_tensors_that_a_kernel_does_not_take_are_refused(
 
 
 def test_what_is_too_large_is_refused(bf16: QkNormRopeKernelConfig) -> None:
-    text = bf16.refusal(QkNormRope(1, 9, 1, 128))
-    assert "9 heads of 128 are a width of 1152, over the limit 1024" in text
+    text = bf16.refusal(QkNormRope(1, 25, 1, 128))
+    assert "25 heads of 128 are a width of 3200, over the limit 3072" in text
     assert "more row_threads or chunks" in text
     many = QkNormRope(2**16, 1, 2**14, 128, context=1)
     assert "split the call by batch" in bf16.refusal(many)
