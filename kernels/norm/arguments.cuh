@@ -20,18 +20,21 @@ struct LayerNormKernelConfig {
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     // Rows of each thread.
     constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
-    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest. From n7 on
-    // 64 registers per thread.
+    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest. In n7 and
+    // n8 64 registers per thread, in n9 24 for the rest, and 40 at least.
     constexpr int blocks_per_sm() const {
-        if (layer_norm >= 7) {
+        if (combines()) {
             return 1024 / n_threads();
         }
-        const int blocks = 65536 / (n_threads() * (chunks * thread_rows() * 8 + 48));
+        const int held = chunks * thread_rows() * 8, least = held + 24 > 40 ? held + 24 : 40;
+        const int blocks = 65536 / (n_threads() * (layer_norm < 9 ? held + 48 : least));
         return blocks > 1 ? blocks : 1;
     }
-    // Two sums per row of a thread and warp; from n7 on a number, a mean and a sum.
+    // Whether a number, a mean and a sum are combined.
+    constexpr bool combines() const { return layer_norm == 7 || layer_norm == 8; }
+    // Two sums per row of a thread and warp, or a number, a mean and a sum.
     constexpr int smem_bytes() const {
-        return (layer_norm >= 7 ? 3 : 2) * thread_rows() * n_warps * int(sizeof(float));
+        return (combines() ? 3 : 2) * thread_rows() * n_warps * int(sizeof(float));
     }
     friend auto operator<=>(const LayerNormKernelConfig &, const LayerNormKernelConfig &) = default;
 };
@@ -52,11 +55,11 @@ struct RmsNormKernelConfig {
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     // Rows of each thread.
     constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
-    // In r3: with the registers of its chunks, and 48 for the rest. Of 8 chunks 64 with 512
-    // threads, and 128 with fewer, as measured.
+    // In r3: with 8 registers per chunk, and 24 for the rest. Of 8 chunks 64 with 512 threads, and
+    // 128 with fewer, as measured.
     constexpr int blocks_per_sm() const {
         const int held = chunks * thread_rows(), many = n_threads() < 512 ? 128 : 64;
-        const int blocks = 65536 / (n_threads() * (held < 8 ? held * 4 + 48 : many));
+        const int blocks = 65536 / (n_threads() * (held < 8 ? held * 8 + 24 : many));
         return blocks > 1 ? blocks : 1;
     }
     // A sum per row of a thread and warp.

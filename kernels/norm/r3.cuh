@@ -5,8 +5,9 @@
 //   1. y is stored by st.global.cs, which lets L2 drop its lines before others (streaming), and x
 //      does not stay in L1.
 //   2. Rows of whole chunks may have several warps. These add up their sums in shared memory.
-//   3. Where a call gives a weight and no bias, no branch stands between the loads of the weight.
-//   4. Registers are bounded by the chunks of a thread, which are unpacked anew for y, as in n7.
+//   3. Other rows are read again, from L1, in a form with few registers.
+//   4. Where a call gives a weight and no bias, no branch stands between the loads of the weight.
+//   5. Registers are bounded by the chunks of a thread, which are unpacked anew for y, as in n7.
 //
 // Why: half of the bytes of a norm are y, which no block reads. In L2 its lines take the place of x
 // on its way. In a probe on an H200 streaming stores took RMS norm from 92% of a copy's speed to
@@ -237,7 +238,8 @@ __device__ __forceinline__ void norm_rows(const NormKernelArgs &args, float *sme
     }
 }
 
-// y of a row of any length, which may begin at any element, as in r1. smem: (warps of the block).
+// y of a row of any length, which may begin at any element. Its chunks are read again, from L1, so
+// that the rows above have more registers. smem: (warps of the block).
 template <RmsNormKernelConfig cfg>
 __device__ __forceinline__ void norm_row(const NormKernelArgs &args, int64_t row, float *smem) {
     static_assert(cfg.n_warps >= 1 && cfg.n_warps <= 32 && (cfg.n_warps & (cfg.n_warps - 1)) == 0,
@@ -250,7 +252,7 @@ __device__ __forceinline__ void norm_row(const NormKernelArgs &args, int64_t row
                   "the tree over the threads of a row is one over the lanes of a warp");
 
     constexpr DType kDType = cfg.dtype;
-    constexpr int kThreads = cfg.threads_per_row(), kChunks = cfg.chunks;
+    constexpr int kThreads = cfg.threads_per_row();
     constexpr int kChunk = kChunkElements<kDType>;
     constexpr int kEdges = (2 * (kChunk - 1) + kThreads - 1) / kThreads; // of a thread
 
@@ -272,20 +274,13 @@ __device__ __forceinline__ void norm_row(const NormKernelArgs &args, int64_t row
     };
     const auto *x_chunks_gmem = reinterpret_cast<const uint4 *>(x_gmem + head); // (n_chunks)
 
-    // 1. x: global → registers; 0 where there is no chunk
+    // 1. head and tail: global → registers
     float x_edges[kEdges];
 #pragma unroll
     for (int k = 0; k < kEdges; ++k) {
         const int n = thread + k * kThreads;
         x_edges[k] = n < n_edges ? to_float<kDType>(__ldg(x_gmem + edge(n))) : 0.0f;
     }
-    uint4 x_rmem[kChunks];
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-        const int i = thread + k * kThreads;
-        x_rmem[k] = i < n_chunks ? __ldg(x_chunks_gmem + i) : uint4{};
-    }
-    const int first_rest = thread + kChunks * kThreads; // the first chunk not in registers
 
     // 2. rstd = 1 / sqrt(Σ x² / width + eps)
     float squares = 0.0f;
@@ -293,11 +288,8 @@ __device__ __forceinline__ void norm_row(const NormKernelArgs &args, int64_t row
     for (int k = 0; k < kEdges; ++k) {
         squares = fmaf(x_edges[k], x_edges[k], squares);
     }
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-        squares = add_squares<kDType>(squares, x_rmem[k]); // nothing, where there is no chunk
-    }
-    for (int i = first_rest; i < n_chunks; i += kThreads) {
+#pragma unroll 1
+    for (int i = thread; i < n_chunks; i += kThreads) {
         squares = add_squares<kDType>(squares, __ldg(x_chunks_gmem + i));
     }
     const float rstd = rsqrtf(row_sum<kThreads>(squares, smem) / width + args.eps);
@@ -326,16 +318,8 @@ __device__ __forceinline__ void norm_row(const NormKernelArgs &args, int64_t row
         }
     }
     auto *y_chunks_gmem = reinterpret_cast<uint4 *>(y_gmem + head); // (n_chunks)
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-        const int i = thread + k * kThreads;
-        if (i < n_chunks) {
-            store_gmem_16_streaming(
-                y_chunks_gmem + i,
-                norm_chunk<kDType>(x_rmem[k], rstd, weight_gmem, bias_gmem, head + i * kChunk));
-        }
-    }
-    for (int i = first_rest; i < n_chunks; i += kThreads) {
+#pragma unroll 1
+    for (int i = thread; i < n_chunks; i += kThreads) {
         const uint4 chunk = __ldg(x_chunks_gmem + i);
         store_gmem_16_streaming(
             y_chunks_gmem + i,

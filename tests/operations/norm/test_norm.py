@@ -255,8 +255,10 @@ def test_the_corners_of_the_declaration_are_right(config: NormConfig) -> None:
         "n7_fp32_w4_c1_t128",
         "n8_bf16_w4_c2_t64",
         "n8_fp32_w4_c2_t128",
+        "n9_fp16_w4_c1_t128_f1",
         "r1_bf16_w2_c2_t16",
         "r1_fp32_w4_c1_t128",
+        "r3_bf16_w4_c1_t64_f2",
     ],
 )
 def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str) -> None:
@@ -278,6 +280,9 @@ def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str)
         "n6_fp16_w4_c2_t16_f2",
         "n6_fp32_w4_c1_t64_f4",  # two warps of a row, in turn
         "n6_fp32_w4_c2_t8_f2",
+        "n9_bf16_w4_c1_t8_f1",
+        "n9_fp16_w4_c1_t128_f2",
+        "n9_fp32_w4_c2_t64_f1",
         "r2_bf16_w4_c1_t8_f4",
         "r2_fp16_w4_c2_t16_f2",
         "r2_fp32_w4_c1_t64_f4",
@@ -517,7 +522,7 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n8"),
+        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n9"),
         ((2, Element.BF16, 3), "n_warps 3"),
         ((3, Element.BF16, 8), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 32, 8), "choose chunks 4, or fewer warps"),
@@ -552,7 +557,7 @@ def test_a_cluster_that_cannot_be_built_is_refused_with_a_way_out(fields, text: 
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = [*LAYER_NORM.sweep(), *RMS_NORM.sweep()]
-    steps = {f"n{step}" for step in range(3, 9)} | {"r1", "r2", "r3"}
+    steps = {f"n{step}" for step in range(3, 10)} | {"r1", "r2", "r3"}
     assert {config.step.id for config in found} == steps
     for config in found:
         chunks = config.chunks * config.thread_rows

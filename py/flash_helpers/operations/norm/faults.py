@@ -55,6 +55,10 @@ FAULTS = {
         "n8", BF16, MAIN_LOOP, r"@exists st\.global\.cs", swap("@exists ", ""), nth(0),
         OutOfBoundsError, '"r"(chunk.x)',
     ),
+    "n9: y of a chunk that does not exist is stored": Fault(
+        "n9", BF16, PROLOGUE, r"@exists st\.global\.cs", swap("@exists ", ""), None,
+        OutOfBoundsError, '"r"(chunk.x)',
+    ),
     "a1: sums are sent to other blocks without a release": Fault(
         "a1", BF16, MAIN_LOOP, r"mbarrier\.arrive\.release", swap("release", "relaxed"), nth(0),
         RaceError, "value += sums_smem[block]",

@@ -81,8 +81,10 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
     found += [
         ("n8", shape)
         for shape in _streaming(width, dtype)
-        if shape["row_threads"] >= gpu.WARP * max(2, shape["chunks"])  # else n6 has less to do
+        if shape["row_threads"] >= gpu.WARP * max(2, shape["chunks"])  # else n9 has less to do
     ]
+    if narrow:
+        found += [("n9", {**shape, "rows_in_flight": 1}) for shape in _streaming(width, dtype)]
     return [*found, *(("n7", shape) for shape in halves), *clusters]
 
 

@@ -1,0 +1,383 @@
+#pragma once
+// Step 9 of the layer_norm family: narrow rows whose y leaves L2, as in r3. Parent: n6.
+//
+// What changed
+//   1. y is stored by st.global.cs, which lets L2 drop its lines before others, and x does not stay
+//      in L1.
+//   2. Rows of whole chunks may have several warps, and a call that gives weight and bias has no
+//      branch between their loads. Chunks are unpacked anew for y, as in n7.
+//   3. Other rows are read again, from L1, in a form with few registers: an SM has 1536 threads
+//      with 40 registers each.
+//
+// Why: in a probe on an H200 one row of a thread had 100% of a copy's speed with such stores: at 64
+// one chunk of 8 threads, at 512 two of 32, at 1024 two of 64.
+//   In n8 number, mean and M2 are combined, and rows begin anywhere. That takes more instructions
+// than 8 elements per thread have room for.
+// Expected, as a share of a copy: 98% from 64 to 1024.
+//
+// benchmark:begin
+// benchmark:end
+// Verdict: not measured yet.
+//
+// Phases: 1 x to registers, 2 mean, 3 rstd, 4 y; each for all rows of a thread, or for one.
+
+#include "elements.cuh"
+#include "kernels/norm/arguments.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "predicated.cuh"
+#include "streaming.cuh"
+#include "unpack_again.cuh"
+
+namespace n9 {
+
+// Adds the values of the kThreads threads of each row and returns the sums to each: by trees over
+// the lanes of each warp, then over the row's warps, if it has several. smem: (kRows, apart), of
+// which the first n_warps of each row are those of the block's warps.
+template <int kThreads, int kRows>
+__device__ __forceinline__ void row_sums(float (&sums)[kRows], float *smem, int apart) {
+#pragma unroll
+    for (int lanes = 1; lanes < kThreads && lanes < 32; lanes *= 2) {
+#pragma unroll
+        for (float &sum : sums) {
+            sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+        }
+    }
+    if constexpr (kThreads > 32) {
+        constexpr int kWarps = kThreads / 32; // of a row
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int r = 0; r < kRows && lane == 0; ++r) {
+            smem[r * apart + warp] = sums[r];
+        }
+        __syncthreads(); // a warp reads what the others have written
+        for (int r = 0; r < kRows; ++r) {
+            sums[r] = smem[r * apart + warp / kWarps * kWarps + lane % kWarps];
+            for (int lanes = 1; lanes < kWarps; lanes *= 2) {
+                sums[r] += __shfl_xor_sync(0xffffffff, sums[r], lanes);
+            }
+        }
+    }
+}
+template <int kThreads>
+__device__ __forceinline__ float row_sum(float value, float *smem) {
+    float sums[1] = {value};
+    row_sums<kThreads>(sums, smem, 0);
+    return sums[0];
+}
+
+// Returns `sum` with the elements of a chunk added to it.
+template <DType kDType>
+__device__ __forceinline__ float add_chunk(float sum, uint4 chunk) {
+    float x_rmem[kChunkElements<kDType>];
+    unpack_chunk<kDType>(x_rmem, chunk);
+#pragma unroll
+    for (const float x : x_rmem) {
+        sum += x;
+    }
+    return sum;
+}
+
+// Returns `squares` with (x - mean)² of the elements of a chunk added to it.
+template <DType kDType>
+__device__ __forceinline__ float add_squares(float squares, uint4 chunk, float mean) {
+    float x_rmem[kChunkElements<kDType>];
+    unpack_chunk<kDType>(x_rmem, chunk);
+#pragma unroll
+    for (const float x : x_rmem) {
+        squares = fmaf(x - mean, x - mean, squares);
+    }
+    return squares;
+}
+
+// Whether a vector begins at a multiple of 16 bytes with this element, or is left out.
+template <typename T>
+__device__ __forceinline__ bool has_chunks_at(const T *gmem, int element) {
+    return gmem == nullptr || elements_to_boundary(gmem + element) == 0;
+}
+
+// A chunk of weight or bias; `missing` throughout if a call leaves the vector out.
+// kIsGiven: it does not, and no branch stands between the loads.
+template <DType kDType, bool kIsGiven = false>
+__device__ __forceinline__ void load_chunk(float (&rmem)[kChunkElements<kDType>],
+                                           const ElementOf<kDType> *gmem, int element,
+                                           float missing) {
+    if (kIsGiven || gmem != nullptr) {
+        unpack_chunk<kDType>(rmem, __ldg(reinterpret_cast<const uint4 *>(gmem + element)));
+        return;
+    }
+#pragma unroll
+    for (float &value : rmem) {
+        value = missing;
+    }
+}
+
+// y = (x - mean) · rstd · weight + bias for the chunk of x that begins at an element of the row.
+template <DType kDType>
+__device__ __forceinline__ uint4 norm_chunk(uint4 chunk, float mean, float rstd,
+                                            const ElementOf<kDType> *weight_gmem,
+                                            const ElementOf<kDType> *bias_gmem, int element) {
+    constexpr int kChunk = kChunkElements<kDType>;
+    float x_rmem[kChunk], weight_rmem[kChunk], bias_rmem[kChunk];
+    unpack_chunk<kDType>(x_rmem, chunk);
+    load_chunk<kDType>(weight_rmem, weight_gmem, element, 1.0f);
+    load_chunk<kDType>(bias_rmem, bias_gmem, element, 0.0f);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        x_rmem[j] = fmaf((x_rmem[j] - mean) * rstd, weight_rmem[j], bias_rmem[j]);
+    }
+    return pack_chunk<kDType>(x_rmem);
+}
+
+// y = (x - mean) · rstd · weight + bias for one element of the row.
+template <DType kDType>
+__device__ __forceinline__ ElementOf<kDType>
+norm_element(float x, float mean, float rstd, const ElementOf<kDType> *weight_gmem,
+             const ElementOf<kDType> *bias_gmem, int element) {
+    const float weight = weight_gmem ? to_float<kDType>(__ldg(weight_gmem + element)) : 1.0f;
+    const float bias = bias_gmem ? to_float<kDType>(__ldg(bias_gmem + element)) : 0.0f;
+    return from_float<kDType>(fmaf((x - mean) * rstd, weight, bias));
+}
+
+// Whether all rows begin at multiples of 16 bytes, have whole chunks, and fit into the registers.
+template <LayerNormKernelConfig cfg>
+__device__ __forceinline__ bool has_whole_chunks(const NormKernelArgs &args) {
+    constexpr int kChunk = kChunkElements<cfg.dtype>;
+    const auto address = [](const void *gmem) { return reinterpret_cast<uintptr_t>(gmem); };
+    return (address(args.x) | address(args.y) | address(args.weight) | address(args.bias)) %
+                   kChunkBytes ==
+               0 &&
+           (args.x_stride | args.y_stride | args.width) % kChunk == 0 &&
+           args.width <= cfg.chunks * cfg.threads_per_row() * kChunk;
+}
+
+// sum / width from the inverse of the width, corrected by what the product leaves of the sum. Less
+// than a third of the instructions of a division, and no subroutine.
+__device__ __forceinline__ float quotient(float sum, float width, float inverse_width) {
+    const float first = sum * inverse_width, rest = fmaf(-first, width, sum);
+    return rest == rest ? fmaf(rest, inverse_width, first) : first; // else the sum is not finite
+}
+
+// y of the rows of all threads, which have whole chunks. kIsUsual: there are weight and bias.
+// smem: (kRows, 2, warps).
+template <LayerNormKernelConfig cfg, bool kIsUsual>
+__device__ __forceinline__ void norm_rows(const NormKernelArgs &args, float *smem) {
+    constexpr DType kDType = cfg.dtype;
+    constexpr int kThreads = cfg.threads_per_row(), kChunks = cfg.chunks;
+    constexpr int kRows = cfg.rows_in_flight, kChunk = kChunkElements<kDType>;
+    constexpr int kApart = cfg.n_threads() / kThreads; // from a row of a thread to the next
+
+    const unsigned row = blockIdx.x * (kRows * kApart) + threadIdx.x / kThreads; // the first
+    const int rows = args.rows - row; // from that one on, if it exists
+    const int thread = threadIdx.x % kThreads; // of those that have the row
+    const int n_chunks = args.width / kChunk;
+    const auto has_columns = [&](int k) { return thread + k * kThreads < n_chunks; };
+    const auto has_row = [&](int r) { return r * kApart < rows; };
+    const int first = thread * kChunk; // element of the row
+    const auto *x_gmem =
+        static_cast<const ElementOf<kDType> *>(args.x) + row * args.x_stride + first;
+    auto *y_gmem = static_cast<ElementOf<kDType> *>(args.y) + row * args.y_stride + first;
+    const auto *weight_gmem = static_cast<const ElementOf<kDType> *>(args.weight); // (width)
+    const auto *bias_gmem = static_cast<const ElementOf<kDType> *>(args.bias); // (width)
+    const uint32_t zero = args.width >> 31; // of a width above 0
+
+    // 1. x: global → registers; 0 where there is no chunk
+    uint4 x_rmem[kRows][kChunks];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+            const auto *chunk = x_gmem + r * kApart * args.x_stride + k * kThreads * kChunk;
+            x_rmem[r][k] = load_gmem_16_once_if(has_row(r) && has_columns(k), chunk, uint4{});
+        }
+    }
+
+    // 2. mean = Σ x / width
+    const float inverse_width = reciprocal_approx(args.width);
+    float mean[kRows] = {}, rstd[kRows] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+            mean[r] = add_chunk<kDType>(mean[r], x_rmem[r][k]); // nothing, where there is no chunk
+        }
+    }
+    row_sums<kThreads>(mean, smem, 2 * cfg.n_warps);
+
+    // 3. rstd = 1 / sqrt(Σ (x - mean)² / width + eps)
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        mean[r] = quotient(mean[r], args.width, inverse_width);
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+            const float squares = add_squares<kDType>(rstd[r], x_rmem[r][k], mean[r]);
+            rstd[r] = has_columns(k) ? squares : rstd[r]; // else (0 - mean)² would be added
+        }
+    }
+    row_sums<kThreads>(rstd, smem + cfg.n_warps, 2 * cfg.n_warps);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        rstd[r] = rsqrtf(fmaf(rstd[r], inverse_width, args.eps));
+    }
+
+    // 4. y = (x - mean) · rstd · weight + bias, for the same columns of all rows
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+        const int i = min(thread + k * kThreads, n_chunks - 1) * kChunk;
+        float weight_rmem[kChunk], bias_rmem[kChunk];
+        load_chunk<kDType, kIsUsual>(weight_rmem, weight_gmem, i, 1.0f);
+        load_chunk<kDType, kIsUsual>(bias_rmem, bias_gmem, i, 0.0f);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float y_rmem[kChunk];
+            unpack_chunk_again<kDType>(y_rmem, x_rmem[r][k], zero);
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) {
+                y_rmem[j] = fmaf((y_rmem[j] - mean[r]) * rstd[r], weight_rmem[j], bias_rmem[j]);
+            }
+            auto *chunk = y_gmem + r * kApart * args.y_stride + k * kThreads * kChunk;
+            store_gmem_16_streaming_if(has_row(r) && has_columns(k), chunk,
+                                       pack_chunk<kDType>(y_rmem));
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows && thread == 0 && has_row(r); ++r) {
+        if (args.mean != nullptr) {
+            args.mean[row + r * kApart] = mean[r];
+        }
+        if (args.rstd != nullptr) {
+            args.rstd[row + r * kApart] = rstd[r];
+        }
+    }
+}
+
+// y of a row of any length, which may begin at any element. Its chunks are read again, from L1, so
+// that the rows above have more registers. smem: (2, warps).
+template <LayerNormKernelConfig cfg>
+__device__ __forceinline__ void norm_row(const NormKernelArgs &args, int64_t row, float *smem) {
+    static_assert(cfg.n_warps >= 1 && cfg.n_warps <= 32 && (cfg.n_warps & (cfg.n_warps - 1)) == 0,
+                  "the tree over the warps is one over the lanes of a warp");
+    static_assert(cfg.rows_in_flight >= 1 && cfg.chunks >= 1 && cfg.chunks <= 16 &&
+                      cfg.chunks * cfg.rows_in_flight * 4 + 48 <= 65536 / cfg.n_threads(),
+                  "a chunk is 4 registers, the rest of the kernel up to 48, and an SM has 65536");
+    static_assert(cfg.row_threads >= 8 && cfg.row_threads <= cfg.n_threads() &&
+                      (cfg.row_threads & (cfg.row_threads - 1)) == 0,
+                  "the tree over the threads of a row is one over the lanes of a warp");
+
+    constexpr DType kDType = cfg.dtype;
+    constexpr int kWarps = cfg.n_warps, kThreads = cfg.threads_per_row();
+    constexpr int kChunk = kChunkElements<kDType>;
+    constexpr int kEdges = (2 * (kChunk - 1) + kThreads - 1) / kThreads; // of a thread
+
+    float *mean_smem = smem, *variance_smem = smem + kWarps; // (kWarps) each
+
+    const int thread = threadIdx.x % kThreads; // of those that have the row
+    const int width = row < args.rows ? args.width : 0;
+    const auto *x_gmem = static_cast<const ElementOf<kDType> *>(args.x) + row * args.x_stride;
+    auto *y_gmem = static_cast<ElementOf<kDType> *>(args.y) + row * args.y_stride;
+    const auto *weight_gmem = static_cast<const ElementOf<kDType> *>(args.weight); // (width)
+    const auto *bias_gmem = static_cast<const ElementOf<kDType> *>(args.bias); // (width)
+
+    // A row of x is a head, chunks that begin at multiples of 16 bytes, and a tail. Head and tail
+    // have less than a chunk each, together at most 14 elements of 16 bits: one per thread, or two
+    // where 8 threads have the row.
+    const int head = min(elements_to_boundary(x_gmem), width);
+    const int n_chunks = (width - head) / kChunk;
+    const int n_edges = width - n_chunks * kChunk;
+    const auto edge = [&](int n) { // the place in the row of the n-th element of head and tail
+        return n + (n < head ? 0 : n_chunks * kChunk);
+    };
+    const auto *x_chunks_gmem = reinterpret_cast<const uint4 *>(x_gmem + head); // (n_chunks)
+
+    // 1. head and tail: global → registers
+    float x_edges[kEdges];
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+        const int n = thread + k * kThreads;
+        x_edges[k] = n < n_edges ? to_float<kDType>(__ldg(x_gmem + edge(n))) : 0.0f;
+    }
+
+    // 2. mean = Σ x / width
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+        sum += x_edges[k];
+    }
+#pragma unroll 1
+    for (int i = thread; i < n_chunks; i += kThreads) {
+        sum = add_chunk<kDType>(sum, __ldg(x_chunks_gmem + i));
+    }
+    const float mean = row_sum<kThreads>(sum, mean_smem) / width;
+
+    // 3. rstd = 1 / sqrt(Σ (x - mean)² / width + eps)
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+        if (thread + k * kThreads < n_edges) { // else (0 - mean)² would be added
+            squares = fmaf(x_edges[k] - mean, x_edges[k] - mean, squares);
+        }
+    }
+#pragma unroll 1
+    for (int i = thread; i < n_chunks; i += kThreads) {
+        squares = add_squares<kDType>(squares, __ldg(x_chunks_gmem + i), mean);
+    }
+    const float variance = row_sum<kThreads>(squares, variance_smem) / width;
+    const float rstd = rsqrtf(variance + args.eps);
+
+    // 4. y = (x - mean) · rstd · weight + bias
+    if (row >= args.rows) {
+        return;
+    }
+    if (thread == 0 && args.mean != nullptr) {
+        args.mean[row] = mean;
+    }
+    if (thread == 0 && args.rstd != nullptr) {
+        args.rstd[row] = rstd;
+    }
+    if (!has_chunks_at(y_gmem, head) || !has_chunks_at(weight_gmem, head) ||
+        !has_chunks_at(bias_gmem, head)) {
+        // Neighbouring threads take neighbouring elements, as in n1, and read x again.
+        for (int i = thread; i < width; i += kThreads) {
+            const float x = to_float<kDType>(__ldg(x_gmem + i));
+            y_gmem[i] = norm_element<kDType>(x, mean, rstd, weight_gmem, bias_gmem, i);
+        }
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+        const int n = thread + k * kThreads, i = edge(n);
+        if (n < n_edges) {
+            y_gmem[i] = norm_element<kDType>(x_edges[k], mean, rstd, weight_gmem, bias_gmem, i);
+        }
+    }
+    auto *y_chunks_gmem = reinterpret_cast<uint4 *>(y_gmem + head); // (n_chunks)
+#pragma unroll 1
+    for (int i = thread; i < n_chunks; i += kThreads) {
+        const uint4 chunk = __ldg(x_chunks_gmem + i);
+        store_gmem_16_streaming(
+            y_chunks_gmem + i,
+            norm_chunk<kDType>(chunk, mean, rstd, weight_gmem, bias_gmem, head + i * kChunk));
+    }
+}
+
+template <typename Kernels>
+__global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blocks_per_sm())
+    layer_norm_kernel(const __grid_constant__ NormKernelArgs args) {
+    constexpr LayerNormKernelConfig cfg = Kernels::value;
+    constexpr int kRows = cfg.rows_in_flight, kApart = cfg.n_threads() / cfg.threads_per_row();
+    extern __shared__ float smem[]; // (kRows, 2, warps)
+    if (has_whole_chunks<cfg>(args)) {
+        if (args.weight != nullptr && args.bias != nullptr) {
+            norm_rows<cfg, true>(args, smem);
+        } else {
+            norm_rows<cfg, false>(args, smem);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) {
+        const int64_t row = (int64_t(blockIdx.x) * kRows + r) * kApart;
+        norm_row<cfg>(args, row + threadIdx.x / cfg.threads_per_row(), smem + r * 2 * cfg.n_warps);
+    }
+}
+
+} // namespace n9
