@@ -67,39 +67,39 @@ struct Row {
 };
 
 // n: the number of the row among those of its stream. Row 186 of sequences of 186 tokens is the
-// first of sample 1.
+// first of sample 1. Of each pair of arguments the whole thread block takes one, before any
+// product.
 __device__ __forceinline__ Row row_of(const AdaptiveNormKernelArgs &args, bool is_context, int n) {
-    const int length = is_context ? args.context_length : args.length;
-    const int64_t sample = n / length, token = n % length;
-    const auto at = [&](const void *own, const void *context, int64_t own_offset,
-                        int64_t context_offset) {
-        const auto *gmem = static_cast<const Element *>(is_context ? context : own);
-        return gmem == nullptr ? gmem : gmem + (is_context ? context_offset : own_offset);
+    const auto either = [&](auto own, auto context) { return is_context ? context : own; };
+    const int length = either(args.length, args.context_length);
+    const int sample = n / length, token = n - sample * length;
+    const auto vector = [&](const void *gmem, int64_t batch_stride) {
+        return gmem == nullptr ? nullptr
+                               : static_cast<const Element *>(gmem) + sample * batch_stride;
     };
-    const auto element = [&](int64_t batch_stride, int64_t row_stride) {
-        return sample * batch_stride + token * row_stride;
+    const auto matrix = [&](const void *gmem, int64_t batch_stride, int64_t row_stride) {
+        return gmem == nullptr ? nullptr : vector(gmem, batch_stride) + token * row_stride;
     };
     return {
-        at(args.x, args.context_x, element(args.x_batch_stride, args.x_row_stride),
-           element(args.context_x_batch_stride, args.context_x_row_stride)),
-        at(args.change, args.context_change,
-           element(args.change_batch_stride, args.change_row_stride),
-           element(args.context_change_batch_stride, args.context_change_row_stride)),
-        at(args.gate, args.context_gate, sample * args.gate_batch_stride,
-           sample * args.context_gate_batch_stride),
-        at(args.scale, args.context_scale, sample * args.scale_batch_stride,
-           sample * args.context_scale_batch_stride),
-        at(args.shift, args.context_shift, sample * args.shift_batch_stride,
-           sample * args.context_shift_batch_stride),
-        const_cast<Element *>(at(args.y, args.context_y,
-                                 element(args.y_batch_stride, args.y_row_stride),
-                                 element(args.context_y_batch_stride, args.context_y_row_stride))),
-        const_cast<Element *>(
-            at(args.sum, args.context_sum, element(args.sum_batch_stride, args.sum_row_stride),
-               element(args.context_sum_batch_stride, args.context_sum_row_stride))),
-        n < (is_context ? args.context_rows : args.rows)
-            ? (is_context ? args.context_width : args.width)
-            : 0,
+        matrix(either(args.x, args.context_x),
+               either(args.x_batch_stride, args.context_x_batch_stride),
+               either(args.x_row_stride, args.context_x_row_stride)),
+        matrix(either(args.change, args.context_change),
+               either(args.change_batch_stride, args.context_change_batch_stride),
+               either(args.change_row_stride, args.context_change_row_stride)),
+        vector(either(args.gate, args.context_gate),
+               either(args.gate_batch_stride, args.context_gate_batch_stride)),
+        vector(either(args.scale, args.context_scale),
+               either(args.scale_batch_stride, args.context_scale_batch_stride)),
+        vector(either(args.shift, args.context_shift),
+               either(args.shift_batch_stride, args.context_shift_batch_stride)),
+        const_cast<Element *>(matrix(either(args.y, args.context_y),
+                                     either(args.y_batch_stride, args.context_y_batch_stride),
+                                     either(args.y_row_stride, args.context_y_row_stride))),
+        const_cast<Element *>(matrix(either(args.sum, args.context_sum),
+                                     either(args.sum_batch_stride, args.context_sum_batch_stride),
+                                     either(args.sum_row_stride, args.context_sum_row_stride))),
+        n < either(args.rows, args.context_rows) ? either(args.width, args.context_width) : 0,
     };
 }
 
