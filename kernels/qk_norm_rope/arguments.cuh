@@ -12,12 +12,14 @@ struct QkNormRopeKernelConfig {
     DType dtype;
     int n_warps; // of the thread block
     int chunks; // of 16 bytes of the row, which a thread keeps in registers
-    int row_threads; // that have a row
+    int row_threads; // that have a row; from qr2 on a token with its rows
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // A sum per warp.
-    constexpr int smem_bytes() const { return n_warps * int(sizeof(float)); }
+    // A sum per warp; from qr2 on one of Q and one of K.
+    constexpr int smem_bytes() const {
+        return (qk_norm_rope > 1 ? 2 : 1) * n_warps * int(sizeof(float));
+    }
     friend auto operator<=>(const QkNormRopeKernelConfig &,
                             const QkNormRopeKernelConfig &) = default;
 };

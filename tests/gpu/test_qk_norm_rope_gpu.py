@@ -26,12 +26,11 @@ from flash_helpers.registry.qk_norm_rope import QK_NORM_ROPE
 pytestmark = pytest.mark.gpu
 
 CONFIGS = [config for config in get_listed_configs() if config.family.operation is OPERATION]
-BF16 = QK_NORM_ROPE.fixed_config(QK_NORM_ROPE.steps["qr1"], Element.BF16)
 SHAPES = [
-    (problem, BF16.replace(**fields))
+    (problem, QK_NORM_ROPE.fixed_config(QK_NORM_ROPE.steps[step], Element.BF16).replace(**fields))
     for group in GROUPS.values()
     for problem in group
-    for _, fields in competing(problem)
+    for step, fields in competing(problem)
 ]
 
 each_config = each(CONFIGS)

@@ -21,11 +21,12 @@ from flash_helpers.registry.call import (
     StructLayout,
 )
 from flash_helpers.registry.config import element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import HELD_BACK, Family, StepEntry
 from flash_helpers.registry.joint import ROW_STRIDES
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.row_threads import (
     CHUNK_BYTES,
+    CHUNK_REGISTERS,
     ROW_IN_REGISTERS,
     ROW_THREADS,
     VECTOR_LOADS,
@@ -33,6 +34,10 @@ from flash_helpers.registry.row_threads import (
 )
 
 MOST_CHUNKS = 8  # with which a thread has 64 elements of a row at most
+MOST_OF_TOKENS = 4  # where a thread has three rows
+
+# A trait of steps.
+TOKENS = "tokens"  # `row_threads` threads have a token, with its rows of Q, K and V
 
 _INPUTS = ("q", "k", "v", "q_weight", "k_weight", "rotary")
 _OF_CONTEXT = ("context_q", "context_k", "context_v", "context_q_weight", "context_k_weight")
@@ -63,7 +68,7 @@ class QkNormRopeKernelConfig(RowConfig):
     dtype: Element = element()
     n_warps: int = number("w", "of the thread block")
     chunks: int = number("c", "of 16 bytes of the row, which a thread keeps in registers")
-    row_threads: int = number("t", "that have a row")
+    row_threads: int = number("t", "that have a row; from qr2 on a token with its rows")
 
     @property
     def family(self) -> Family[Any]:
@@ -72,8 +77,19 @@ class QkNormRopeKernelConfig(RowConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block in bytes: a number for each warp."""
-        return self.n_warps * Element.FP32.bytes
+        """Dynamic shared memory of one block in bytes: a number for each warp, and from qr2 on two,
+        of Q and of K."""
+        return (2 if self.has_tokens else 1) * self.n_warps * Element.FP32.bytes
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether threads have a token, with its rows of Q, K and V."""
+        return TOKENS in self.step.traits
+
+    @property
+    def chunk_registers(self) -> int:
+        """Registers of a thread per chunk, of all rows that it has."""
+        return CHUNK_REGISTERS * (3 if self.has_tokens else 1)
 
     @property
     def supports(self) -> QkNormRopeSupports:
@@ -83,16 +99,19 @@ class QkNormRopeKernelConfig(RowConfig):
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
         super().check()
-        if self.chunks > MOST_CHUNKS:
-            raise ValueError(f"chunks {self.chunks} is over {MOST_CHUNKS}: choose 3 or 4")
+        most = MOST_OF_TOKENS if self.has_tokens else MOST_CHUNKS
+        if self.chunks > most:
+            raise ValueError(f"chunks {self.chunks} is over {most}: choose 3 or 4")
 
     def variants(self) -> tuple[QkNormRopeKernelConfig, ...]:
         """Return the config, and one for rows that its threads do not hold."""
-        wide = self.replace(**_WIDE)
+        wide = self.replace(**(_WIDE_TOKENS if self.has_tokens else _WIDE))
         return (self,) if self.pass_elements >= wide.pass_elements else (self, wide)
 
     def call(self, problem: QkNormRope, strides: Strides, device: Device) -> Call:
-        """Return one launch, in which each block has `block_rows` rows of Q, K and V."""
+        """Return one launch, in which each block has `block_rows` rows of Q, K and V, or of tokens
+        from qr2 on."""
+        rows = problem.batch * problem.n_keys if self.has_tokens else problem.rows
         names = [tensor.name for tensor in (*problem.inputs, *problem.outputs)]
         values: dict[str, tuple[float, ...]] = {
             **{f"{name}_strides": strides[name][:2] for name in _STRIDED if name in names},
@@ -106,7 +125,7 @@ class QkNormRopeKernelConfig(RowConfig):
         }
         launch = Launch(
             kernel=self.kernels[self.main_kernel],
-            grid=(-(-problem.rows // self.block_rows), 1, 1),
+            grid=(-(-rows // self.block_rows), 1, 1),
             block=self.n_threads,
             shared_bytes=self.smem_bytes,
             layout=ARGUMENTS,
@@ -121,6 +140,7 @@ class QkNormRopeKernelConfig(RowConfig):
 
 
 _WIDE = MappingProxyType({"n_warps": 8, "chunks": 8, "row_threads": 256})
+_WIDE_TOKENS = MappingProxyType({"n_warps": 16, "chunks": 4, "row_threads": 512})
 
 QK_NORM_ROPE = Family(
     name="qk_norm_rope",
@@ -141,6 +161,14 @@ QK_NORM_ROPE = Family(
                 "row_threads": (8, 16, 32, 64, 128, 256, 512),
             },
             traits=frozenset({VECTOR_LOADS, ROW_IN_REGISTERS, ROW_THREADS}),
+        ),
+        StepEntry(
+            "rows_of_a_token",
+            "the same threads have Q, K and V of a token",
+            "kernels/qk_norm_rope/qr2.cuh",
+            sets={"chunks": 3, "row_threads": 128},
+            opens={"chunks": (1, 2, 3, 4)},
+            traits=frozenset({TOKENS, HELD_BACK}),
         ),
     ),
     targets=("80", "86", "89", "90"),

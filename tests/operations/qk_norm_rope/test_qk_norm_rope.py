@@ -35,6 +35,11 @@ def bf16() -> QkNormRopeKernelConfig:
     return QK_NORM_ROPE.fixed_config(QK_NORM_ROPE.steps["qr1"], Element.BF16)
 
 
+def made(step: str, **fields: int) -> QkNormRopeKernelConfig:
+    """The fixed config of a step in bf16, with some fields changed."""
+    return QK_NORM_ROPE.fixed_config(QK_NORM_ROPE.steps[step], Element.BF16).replace(**fields)
+
+
 def drawn(problem: QkNormRope, distribution: str = "normal") -> Tensors:
     """The inputs, and an empty output of V if the problem has one."""
     found = draw(distribution, problem)
@@ -187,17 +192,18 @@ def test_all_inputs_are_right(config: QkNormRopeKernelConfig, distribution: str)
     check(config, problem, drawn(problem, distribution))
 
 
+@pytest.mark.parametrize("step", ["qr1", "qr2"])
 @pytest.mark.parametrize("d_head", [64, 96, 128, 192, 256])
-def test_heads_of_every_size_are_right(d_head: int, bf16: QkNormRopeKernelConfig) -> None:
+def test_heads_of_every_size_are_right(d_head: int, step: str) -> None:
     """Those that attention takes, with one chunk of a thread and with several."""
-    for row_threads, heads in ((32, 3), (64, 9)):
+    for row_threads, heads in ((32, 3), (64, 6)):
         problem = QkNormRope(1, heads, 2, d_head, context=1, rotary=True)
-        check(bf16.replace(row_threads=row_threads), problem, drawn(problem))
+        check(made(step, chunks=4, row_threads=row_threads), problem, drawn(problem))
 
 
 SHAPES = sorted(
     {
-        (QK_NORM_ROPE.fixed_config(QK_NORM_ROPE.steps[step], Element.BF16).replace(**fields))
+        made(step, **fields)
         for group in GROUPS.values()
         for problem in group
         for step, fields in competing(problem)
@@ -212,10 +218,11 @@ def test_the_shapes_that_compete_are_right(config: QkNormRopeKernelConfig) -> No
     check(config, problem, drawn(problem))
 
 
+@pytest.mark.parametrize("step", ["qr1", "qr2"])
 @pytest.mark.parametrize("width", [1024, 3072, 3200, 16384])
-def test_widths_have_a_variant_that_takes_them(width: int, bf16: QkNormRopeKernelConfig) -> None:
+def test_widths_have_a_variant_that_takes_them(width: int, step: str) -> None:
     problem = QkNormRope(1, width // 128, 1, 128, rotary=True)
-    taking = next(config for config in bf16.variants() if not config.refusal(problem))
+    taking = next(config for config in made(step).variants() if not config.refusal(problem))
     assert taking.supports.max_width == (3072 if width <= 3072 else 16384)
     check(taking, problem, drawn(problem))
 
@@ -264,6 +271,8 @@ def test_a_row_of_zeros_stays_zeros(bf16: QkNormRopeKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "blocks"),
     [
+        ({"step": "qr2"}, {"context": 64, "context_queries": False}, 2 * 250),
+        ({"step": "qr2", "row_threads": 8}, {}, 24),
         ({"row_threads": 128}, {"context": 64}, 2 * 3 * 250),
         ({}, {"context": 64}, 3 * 250),
         ({}, {"context": 64, "context_queries": False}, 686),
@@ -271,21 +280,20 @@ def test_a_row_of_zeros_stays_zeros(bf16: QkNormRopeKernelConfig) -> None:
         ({"row_threads": 8, "n_warps": 8}, {}, 24),
     ],
 )
-def test_one_grid_has_all_rows(
-    shape: dict[str, int], options: dict[str, Any], blocks: int, bf16: QkNormRopeKernelConfig
-) -> None:
-    config = bf16.replace(**shape)
+def test_one_grid_has_all_rows(shape: dict[str, Any], options: dict[str, Any], blocks: int) -> None:
+    config = made(**{"step": "qr1", **shape})
     problem = QkNormRope(2, 2, 186, 128, rotary=True, **options)
     device = OPERATION.part("faults").device_of(config)
     (launch,) = config.call(problem, problem.strides(), device).launches
     assert launch.grid == (blocks, 1, 1)
 
 
-def test_few_shapes_compete_for_a_problem_and_all_take_it(bf16: QkNormRopeKernelConfig) -> None:
+def test_few_shapes_compete_for_a_problem_and_all_take_it() -> None:
     for group in GROUPS.values():
         for problem in group:
-            configs = [bf16.replace(**fields) for _, fields in competing(problem)]
+            configs = [made(step, **fields) for step, fields in competing(problem)]
             assert len({*configs}) == len(configs) and 2 <= len(configs) <= 8
+            assert {config.step.id for config in configs} == {"qr1", "qr2"}
             assert not any(config.refusal(problem) for config in configs)
 
 
@@ -365,13 +373,12 @@ def test_what_is_too_large_is_refused(bf16: QkNormRopeKernelConfig) -> None:
     ("fields", "text"),
     [
         ({"chunks": 12}, "chunks 12 is over 8: choose 3 or 4"),
+        ({"step": "qr2", "chunks": 5}, "chunks 5 is over 4: choose 3 or 4"),
         ({"row_threads": 24}, "row_threads 24 is not a power of two from 8 to the 128 threads"),
         ({"row_threads": 256}, "row_threads 256 is not a power of two from 8 to the 128 threads"),
         ({"n_warps": 3}, "n_warps 3 is not a power of two"),
     ],
 )
-def test_configs_that_cannot_be_built_are_refused(
-    fields: dict[str, int], text: str, bf16: QkNormRopeKernelConfig
-) -> None:
+def test_configs_that_cannot_be_built_are_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        bf16.replace(**fields)
+        made(**{"step": "qr1", **fields})

@@ -10,10 +10,12 @@ from flash_helpers.operations.qk_norm_rope.problem import QkNormRope
 from flash_helpers.operations.qk_norm_rope.problems import measured
 from flash_helpers.registry.row_threads import CHUNK_BYTES, LEAST_ROW_THREADS, MOST_OF_FEW, Fields
 
-_WARPS = (2, 4, 8)
+_WARPS = (4, 8)
 _MOST_THREADS = 256  # of a row
 _CHUNKS = (1, 2, 3, 4, 6, 8)  # of a thread
-_MOST = 8  # configs for a problem
+_MOST = 5  # shapes for a problem; of more those with fewer warps
+_MOST_OF_TOKENS = 4  # chunks of each of three rows
+_MOST_OF_TOKEN = 128  # threads of a token: with 256 ptxas keeps to 64 registers, and spills
 _CONTEXT = 0.25  # octaves between problems with a context and without
 
 GROUPS = {
@@ -31,7 +33,7 @@ def competing(problem: QkNormRope) -> list[tuple[str, Fields]]:
     """Return the step and the fields of each config that competes: threads that have together no
     more chunks than the row, or a few."""
     of_row = problem.width * problem.dtype.bytes // CHUNK_BYTES
-    found: list[tuple[str, Fields]] = []
+    found: list[Fields] = []
     for row_threads in (LEAST_ROW_THREADS << n for n in range(_MOST_THREADS.bit_length())):
         chunks = -(-of_row // row_threads)
         few = row_threads < gpu.WARP and problem.width > row_threads * MOST_OF_FEW
@@ -40,8 +42,15 @@ def competing(problem: QkNormRope) -> list[tuple[str, Fields]]:
         for n_warps in _WARPS:
             if n_warps * gpu.WARP >= row_threads:
                 shape = {"n_warps": n_warps, "chunks": chunks, "row_threads": row_threads}
-                found.append(("qr1", shape))
-    return found[-_MOST:]
+                found.append(shape)
+    if len(found) > _MOST:
+        found = [shape for shape in found if shape["n_warps"] == _WARPS[0]]
+    of_tokens = [
+        shape
+        for shape in found
+        if shape["chunks"] <= _MOST_OF_TOKENS and shape["row_threads"] <= _MOST_OF_TOKEN
+    ]
+    return [("qr1", shape) for shape in found] + [("qr2", shape) for shape in of_tokens]
 
 
 def distance(one: QkNormRope, other: QkNormRope) -> float:
