@@ -80,7 +80,7 @@ STEPS_CHOOSE_OTHERWISE = {"a1", "a2", "a6", "d2", "d3", "d4", "nc1"}
 """Steps of which all configs do so."""
 LOADS_ARGUMENTS = {"a2", "n3", "n9"}
 """Steps in which one compiler loads an argument again where the other keeps it."""
-OTHER_FACTORS = {"n9", "nc1", "w1"}
+OTHER_FACTORS = {"n9", "nc1", "w1", "w2"}
 """Steps in which one compiler has a few more multiplications, negations and insertions of bits."""
 ADDS_AGAIN = {"a5", "a6"}
 """Steps in which one compiler adds up numbers of elements again behind a branch."""

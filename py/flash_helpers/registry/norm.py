@@ -219,8 +219,8 @@ LAYER_NORM = Family(
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=6_800_000,
-    matrix_budget=2_800_000,
+    simulated_budget=7_400_000,
+    matrix_budget=3_200_000,
 )
 
 RMS_NORM = Family(

@@ -194,13 +194,19 @@ NORM_BACKWARD_STAGED = Family(
                 {VECTOR_LOADS, ROW_IN_REGISTERS, ROW_THREADS, ONE_PASS, WIDE_SUMS, HELD_BACK}
             ),
         ),
+        StepEntry(
+            "dx_leaves_l2",
+            "dx by streaming stores, so that L2 has room for x and dy",
+            "kernels/norm_backward/w2.cuh",
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=TARGETS,
     kernels=MappingProxyType({ROWS: ARGUMENTS, COMBINE: ARGUMENTS}),
     header=PurePosixPath("kernels/norm_backward/staged.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=10_000_000,
-    matrix_budget=16_000_000,
+    simulated_budget=14_000_000,
+    matrix_budget=17_500_000,
     also_listed=_of_rms,
 )

@@ -179,7 +179,7 @@ NORM_CLUSTER = Family(
     header=PurePosixPath("kernels/norm/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=35_000_000,
-    matrix_budget=38_000_000,
+    simulated_budget=36_000_000,
+    matrix_budget=28_000_000,
     also_listed=_of_rms,
 )

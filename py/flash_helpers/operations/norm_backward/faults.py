@@ -47,6 +47,10 @@ FAULTS = {
         "w1", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("1;", "2;"), None, PendingCopyError,
         "load_smem_16(slot_smem", kernel="rows_kernel",
     ),
+    "w2: a row is read while its copy is on its way": Fault(
+        "w2", BF16, MAIN_LOOP, r"cp\.async\.wait_group", swap("1;", "2;"), None, PendingCopyError,
+        "load_smem_16(slot_smem", kernel="rows_kernel",
+    ),
     "nc1: the sums of other blocks are read while they are on their way": Fault(
         "nc1", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
         "setp.eq.u32 done, 0, 0;"), nth(0), PendingCopyError, "blocks_smem[n % kTurns",

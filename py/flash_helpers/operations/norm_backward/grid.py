@@ -38,7 +38,7 @@ def competing(problem: NormBackward) -> list[tuple[str, Fields]]:
     stages, clusters = competing_stages(width, dtype), competing_clusters(width, dtype)
     found: list[tuple[str, Fields]] = [
         (step, {**shape, "rms": problem.rms})
-        for step, shapes in (("w1", stages), ("nc1", clusters))
+        for step, shapes in (("w1", stages), ("w2", stages), ("nc1", clusters))
         for shape in shapes
     ]
     if len(found) > 1:
