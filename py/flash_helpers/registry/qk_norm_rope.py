@@ -33,7 +33,7 @@ from flash_helpers.registry.row_threads import (
     RowConfig,
 )
 
-MOST_CHUNKS = 8  # with which a thread has 64 elements of a row at most
+MOST_CHUNKS = 12  # with which a thread has 96 elements of a row at most
 MOST_OF_TOKENS = 4  # where a thread has three rows
 
 # A trait of steps.
@@ -157,7 +157,7 @@ QK_NORM_ROPE = Family(
             "kernels/qk_norm_rope/qr1.cuh",
             opens={
                 "n_warps": (4, 8, 16),
-                "chunks": (1, 2, 3, 4, 6, 8),
+                "chunks": (1, 2, 3, 4, 6, 8, 12),
                 "row_threads": (8, 16, 32, 64, 128, 256, 512),
             },
             traits=frozenset({VECTOR_LOADS, ROW_IN_REGISTERS, ROW_THREADS}),

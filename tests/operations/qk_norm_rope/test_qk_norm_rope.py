@@ -372,7 +372,7 @@ def test_what_is_too_large_is_refused(bf16: QkNormRopeKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"chunks": 12}, "chunks 12 is over 8: choose 3 or 4"),
+        ({"chunks": 16}, "chunks 16 is over 12: choose 3 or 4"),
         ({"step": "qr2", "chunks": 5}, "chunks 5 is over 4: choose 3 or 4"),
         ({"row_threads": 24}, "row_threads 24 is not a power of two from 8 to the 128 threads"),
         ({"row_threads": 256}, "row_threads 256 is not a power of two from 8 to the 128 threads"),
