@@ -176,6 +176,6 @@ QK_NORM_ROPE = Family(
     header=PurePosixPath("kernels/qk_norm_rope/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
-    simulated_budget=2_250_000,
+    simulated_budget=2_650_000,
     matrix_budget=200_000,
 )
