@@ -89,10 +89,11 @@ def test_all_inputs_are_right_and_bits_repeat(
 ) -> None:
     problem = QkNormRope(4, 24, 186, 128, config.dtype, context=64, rotary=True)
     inputs = draw(distribution, problem, cuda_device)
-    first = run(config, problem, inputs)
+    taking = next(c for c in config.variants() if not c.refusal(problem))
+    first = run(taking, problem, inputs)
     check(problem, inputs, first)
     for _ in range(100):
-        again = run(config, problem, inputs)
+        again = run(taking, problem, inputs)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
