@@ -28,32 +28,31 @@
 
 namespace qr2 {
 
-// Adds the values of Q and of K of the kThreads threads of a token and gives the sums to each: by
+// Adds the values of Q and of K of the kThreads threads of a token and returns the sums to each: by
 // trees over the lanes of each warp, then by trees over the token's warps, if it has several. smem:
 // (warps of the block).
 template <int kThreads>
-__device__ __forceinline__ void row_sums(float (&values)[2], float2 *smem) {
+__device__ __forceinline__ float2 row_sums(float2 value, float2 *smem) {
 #pragma unroll
     for (int lanes = 1; lanes < kThreads && lanes < 32; lanes *= 2) {
-        values[0] += __shfl_xor_sync(0xffffffff, values[0], lanes);
-        values[1] += __shfl_xor_sync(0xffffffff, values[1], lanes);
+        value.x += __shfl_xor_sync(0xffffffff, value.x, lanes);
+        value.y += __shfl_xor_sync(0xffffffff, value.y, lanes);
     }
     if constexpr (kThreads > 32) {
         constexpr int kWarps = kThreads / 32; // of a token
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (lane == 0) {
-            smem[warp] = {values[0], values[1]};
+            smem[warp] = value;
         }
         __syncthreads(); // a warp reads what the others have written
-        const float2 sums = smem[warp / kWarps * kWarps + lane % kWarps];
-        values[0] = sums.x;
-        values[1] = sums.y;
+        value = smem[warp / kWarps * kWarps + lane % kWarps];
 #pragma unroll
         for (int lanes = 1; lanes < kWarps; lanes *= 2) {
-            values[0] += __shfl_xor_sync(0xffffffff, values[0], lanes);
-            values[1] += __shfl_xor_sync(0xffffffff, values[1], lanes);
+            value.x += __shfl_xor_sync(0xffffffff, value.x, lanes);
+            value.y += __shfl_xor_sync(0xffffffff, value.y, lanes);
         }
     }
+    return value;
 }
 
 // Returns `squares` with x² of the elements of a chunk added to it.
@@ -117,31 +116,31 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     Element *y_gmem[3] = {joint_row_of(args.joint_q, args.joint_q_strides),
                           joint_row_of(args.joint_k, args.joint_k_strides),
                           joint_row_of(args.joint_v, args.joint_v_strides)};
-    const void *weights_gmem[2] = {is_own ? args.q_weight : args.context_q_weight,
-                                   is_own ? args.k_weight : args.context_k_weight}; // (width)
+    const void *weight_gmem[2] = {is_own ? args.q_weight : args.context_q_weight,
+                                  is_own ? args.k_weight : args.context_k_weight}; // (width)
 
     // 2. x: global → registers; 0 where there is no chunk
     uint4 x_rmem[3][kChunks];
 #pragma unroll
-    for (int n = 0; n < 3 * kChunks; ++n) {
-        const int part = n / kChunks, i = thread + n % kChunks * kThreads;
-        x_rmem[part][n % kChunks] =
-            load_gmem_16_once_if(i < chunks_of[part], x_gmem[part] + i * kChunk, uint4{});
+    for (int part = 0; part < 3; ++part) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+            const int i = thread + k * kThreads;
+            x_rmem[part][k] =
+                load_gmem_16_once_if(i < chunks_of[part], x_gmem[part] + i * kChunk, uint4{});
+        }
     }
 
     // 3. rstd = 1 / sqrt(mean of x² + eps) of Q and K
-    float rstd[2] = {};
+    float2 squares = {};
 #pragma unroll
-    for (int n = 0; n < 2 * kChunks; ++n) {
-        float &squares = rstd[n / kChunks];
-        squares = add_squares<kDType>(squares, x_rmem[n / kChunks][n % kChunks]);
+    for (int k = 0; k < kChunks; ++k) {
+        squares.x = add_squares<kDType>(squares.x, x_rmem[0][k]);
+        squares.y = add_squares<kDType>(squares.y, x_rmem[1][k]);
     }
-    row_sums<kThreads>(rstd, smem);
     const int width = args.heads * args.d_head;
-#pragma unroll
-    for (float &squares : rstd) {
-        squares = rsqrtf(squares / width + args.eps);
-    }
+    const float2 sums = row_sums<kThreads>(squares, smem);
+    const float rstd[2] = {rsqrtf(sums.x / width + args.eps), rsqrtf(sums.y / width + args.eps)};
 
     // 4. x · rstd · weight, turned by the angles of its position; V as it is
     const bool turns = args.rotary != nullptr && is_own;
@@ -151,37 +150,38 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
         const int i = thread + k * kThreads;
-        if (turns && i < n_chunks && (k == 0 || step != 0)) { // else those of the chunk before it
+        if (turns && i < n_chunks && (k == 0 || step != 0)) {
             const auto *table_gmem = reinterpret_cast<const float4 *>(
                 args.rotary + int64_t(token) * args.d_head + column);
             angles[0] = __ldg(table_gmem);
             angles[1] = __ldg(table_gmem + 1);
-        }
+        } // else the chunk before it has the same pairs
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
+        for (int part = 0; part < 3; ++part) {
             if (i >= chunks_of[part]) {
                 continue;
             }
-            float y_rmem[kChunk], weight_rmem[kChunk];
-            unpack_chunk<kDType>(y_rmem, x_rmem[part][k]);
-            unpack_chunk<kDType>(weight_rmem,
-                                 __ldg(static_cast<const uint4 *>(weights_gmem[part]) + i));
+            uint4 chunk = x_rmem[part][k];
+            if (part < 2) {
+                float y_rmem[kChunk], weight_rmem[kChunk];
+                unpack_chunk<kDType>(y_rmem, chunk);
+                unpack_chunk<kDType>(weight_rmem,
+                                     __ldg(static_cast<const uint4 *>(weight_gmem[part]) + i));
 #pragma unroll
-            for (int j = 0; j < kChunk; ++j) {
-                y_rmem[j] = y_rmem[j] * rstd[part] * weight_rmem[j];
-            }
-            if (turns) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float *pairs = y_rmem + 4 * half;
-                    turn(pairs[0], pairs[1], angles[half].x, angles[half].y);
-                    turn(pairs[2], pairs[3], angles[half].z, angles[half].w);
+                for (int j = 0; j < kChunk; ++j) {
+                    y_rmem[j] = y_rmem[j] * rstd[part] * weight_rmem[j];
                 }
+                if (turns) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float *pairs = y_rmem + 4 * half;
+                        turn(pairs[0], pairs[1], angles[half].x, angles[half].y);
+                        turn(pairs[2], pairs[3], angles[half].z, angles[half].w);
+                    }
+                }
+                chunk = pack_chunk<kDType>(y_rmem);
             }
-            store_gmem_16(y_gmem[part] + i * kChunk, pack_chunk<kDType>(y_rmem));
-        }
-        if (i < chunks_of[2]) {
-            store_gmem_16(y_gmem[2] + i * kChunk, x_rmem[2][k]);
+            store_gmem_16(y_gmem[part] + i * kChunk, chunk);
         }
         column += step;
         column -= column >= args.d_head ? args.d_head : 0;
