@@ -106,18 +106,10 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
                                    : sample * context.batch + (token - args.length) * context.row;
         return static_cast<const Element *>(is_own ? x : of_context) + offset; // (width)
     };
-    const auto joint_row_of = [&](void *y, const RowStrides &strides) {
-        return static_cast<Element *>(y) + sample * strides.batch + token * strides.row; // (width)
-    };
     const Element *x_gmem[3] = {
         row_of(args.q, args.q_strides, args.context_q, args.context_q_strides),
         row_of(args.k, args.k_strides, args.context_k, args.context_k_strides),
         row_of(args.v, args.v_strides, args.context_v, args.context_v_strides)};
-    Element *y_gmem[3] = {joint_row_of(args.joint_q, args.joint_q_strides),
-                          joint_row_of(args.joint_k, args.joint_k_strides),
-                          joint_row_of(args.joint_v, args.joint_v_strides)};
-    const void *weight_gmem[2] = {is_own ? args.q_weight : args.context_q_weight,
-                                  is_own ? args.k_weight : args.context_k_weight}; // (width)
 
     // 2. x: global → registers; 0 where there is no chunk
     uint4 x_rmem[3][kChunks];
@@ -143,6 +135,14 @@ __global__ void __launch_bounds__(Kernels::value.n_threads())
     const float rstd[2] = {rsqrtf(sums.x / width + args.eps), rsqrtf(sums.y / width + args.eps)};
 
     // 4. x · rstd · weight, turned by the angles of its position; V as it is
+    const auto joint_row_of = [&](void *y, const RowStrides &strides) {
+        return static_cast<Element *>(y) + sample * strides.batch + token * strides.row; // (width)
+    };
+    Element *y_gmem[3] = {joint_row_of(args.joint_q, args.joint_q_strides),
+                          joint_row_of(args.joint_k, args.joint_k_strides),
+                          joint_row_of(args.joint_v, args.joint_v_strides)};
+    const void *weight_gmem[2] = {is_own ? args.q_weight : args.context_q_weight,
+                                  is_own ? args.k_weight : args.context_k_weight}; // (width)
     const bool turns = args.rotary != nullptr && is_own;
     const int step = kThreads * kChunk % args.d_head; // from a chunk of the thread to its next
     int column = thread * kChunk % args.d_head; // in its head
