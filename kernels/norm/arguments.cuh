@@ -20,8 +20,8 @@ struct LayerNormKernelConfig {
     constexpr int threads_per_row() const { return row_threads > 0 ? row_threads : n_threads(); }
     // Rows of each thread.
     constexpr int thread_rows() const { return rows_in_flight > 0 ? rows_in_flight : 1; }
-    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest. In n7 and
-    // n8 64 registers per thread, in n9 24 for the rest, and 40 at least.
+    // With registers for unpacked chunks, from n6 on: 8 per chunk, and 48 for the rest. In n7, n8
+    // and n10 64 registers per thread, in n9 24 for the rest, and 40 at least.
     constexpr int blocks_per_sm() const {
         if (combines()) {
             return 1024 / n_threads();
@@ -31,7 +31,9 @@ struct LayerNormKernelConfig {
         return blocks > 1 ? blocks : 1;
     }
     // Whether a number, a mean and a sum are combined.
-    constexpr bool combines() const { return layer_norm == 7 || layer_norm == 8; }
+    constexpr bool combines() const {
+        return layer_norm == 7 || layer_norm == 8 || layer_norm == 10;
+    }
     // Two sums per row of a thread and warp, or a number, a mean and a sum.
     constexpr int smem_bytes() const {
         return (combines() ? 3 : 2) * thread_rows() * n_warps * int(sizeof(float));
@@ -79,27 +81,27 @@ struct NormClusterKernelConfig {
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // Of 64 registers per thread. From a5 on as many as 227 KiB of shared memory have room for; in
-    // a7 with 80 registers per thread, if they have 8 warps.
+    // Whether a cluster has one row, and nothing of it in shared memory.
+    constexpr bool has_one_row() const { return norm_cluster == 4 || norm_cluster >= 7; }
+    // Of 64 registers per thread. From a5 on as many as 227 KiB of shared memory have room for;
+    // from a7 on with 80 registers per thread, if they have 8 warps.
     constexpr int blocks_per_sm() const {
         const int threads = 1024 / n_threads(), fitting = 228 * 1024 / (smem_bytes() + 1024);
-        if (norm_cluster == 7 && n_warps == 8) {
+        if (norm_cluster >= 7 && n_warps == 8) {
             return 3;
         }
         return norm_cluster < 5 || fitting > threads ? threads : fitting > 1 ? fitting : 1;
     }
-    // Chunks of a thread in shared memory: of x, not from a4 on; of weight, not in a4 and a7; of
-    // bias, not in these, and of RMS norm not from a2 on.
+    // Chunks of a thread in shared memory: of x, not from a4 on; of weight, not in a4 and from a7
+    // on; of bias, not in these, and of RMS norm not from a2 on.
     constexpr int smem_chunks() const {
         const int bias = norm_cluster >= 2 && rms ? 0 : 1;
-        return norm_cluster == 4 || norm_cluster == 7
-                   ? 0
-                   : ((norm_cluster < 4 ? 2 : 1) + bias) * chunks;
+        return has_one_row() ? 0 : ((norm_cluster < 4 ? 2 : 1) + bias) * chunks;
     }
-    // The chunks; a barrier and a sum of each warp and each block, twice, in a4 and a7 once. From
-    // a4 on a sum has 16 bytes: a number, a mean and a sum.
+    // The chunks; a barrier and a sum of each warp and each block, twice, of one row once. From a4
+    // on a sum has 16 bytes: a number, a mean and a sum.
     constexpr int smem_bytes() const {
-        const int sum = norm_cluster >= 4 ? 16 : 4, times = smem_chunks() > 0 ? 2 : 1;
+        const int sum = norm_cluster >= 4 ? 16 : 4, times = has_one_row() ? 1 : 2;
         return smem_chunks() * n_threads() * 16 + times * (8 + (n_warps + cluster_blocks) * sum);
     }
     friend auto operator<=>(const NormClusterKernelConfig &,

@@ -213,14 +213,29 @@ LAYER_NORM = Family(
             drops=frozenset({HALF_OF_AN_SM}),
             parent="n6",
         ),
+        StepEntry(
+            "row_fills_registers",
+            "rows that just fill the registers of a thread block, without shares and predicates",
+            _file("n10"),
+            sets={"n_warps": 8, "chunks": 4, "row_threads": 256, "rows_in_flight": 0},
+            opens={
+                "n_warps": (4, 8, 16),
+                "chunks": (2, 4, HALF_CHUNKS),
+                "row_threads": (64, 128, 256, 512),
+                "rows_in_flight": (),
+            },
+            traits=frozenset({HALF_OF_AN_SM, HELD_BACK}),
+            drops=frozenset({ROWS_IN_FLIGHT}),
+            parent="n8",
+        ),
     ),
     targets=_TARGETS,
     kernels=MappingProxyType({"layer_norm_kernel": ARGUMENTS}),
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=7_400_000,
-    matrix_budget=3_200_000,
+    simulated_budget=9_000_000,
+    matrix_budget=3_800_000,
 )
 
 RMS_NORM = Family(

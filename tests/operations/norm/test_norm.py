@@ -314,6 +314,8 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
         ("r3_fp16_w4_c2_t64_f1", 1000),  # two warps, and threads without a chunk
         ("r3_fp32_w4_c1_t128_f2", 512),  # two rows of all threads
         ("a7_bf16_w8_c1_k2_rms", 4096),
+        ("a8_bf16_w8_c1_k2_rms", 4096),  # a row fills the registers
+        ("a8_fp32_w8_c1_k4_rms", 4096),
     ],
 )
 @pytest.mark.parametrize("distribution", ["far_mean", "not_finite"])
@@ -337,6 +339,10 @@ def test_rms_norm_has_as_usual_a_weight_and_no_bias(
         ("n8_bf16_w4_c2_t128", 2048),  # all chunks exist
         ("n8_fp16_w4_c2_t128", 1336),
         ("n8_fp32_w4_c2_t64", 37),
+        ("n10_bf16_w4_c2_t128", 2048),  # a row fills the registers
+        ("n10_fp16_w4_c2_t128", 2048),
+        ("n10_fp32_w8_c2_t256", 2048),
+        ("n10_bf16_w4_c2_t64", 1024),  # two rows of a block
     ],
 )
 def test_moments_of_unequal_parts_are_combined(text: str, width: int, distribution: str) -> None:
@@ -412,6 +418,10 @@ def test_a_cluster_has_one_row_after_the_other(text: str, width: int, distributi
         ("a7_bf16_w16_c1_k2_rms", 9000),
         ("a7_fp16_w8_c1_k2_rms", 4099),
         ("a7_fp32_w8_c1_k4", 1001),
+        ("a8_bf16_w8_c1_k2", 4096),  # a row fills the registers
+        ("a8_fp16_w8_c1_k4", 8192),
+        ("a8_fp32_w8_c1_k2", 2048),
+        ("a8_fp32_w8_c2_k1_rms", 999),
     ],
 )
 def test_a_cluster_of_its_own_has_each_row(text: str, width: int, distribution: str) -> None:
@@ -522,7 +532,7 @@ def test_outputs_may_not_be_inputs(bf16: LayerNormKernelConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n9"),
+        ((1, Element.BF16, 8, 4), "n1 fixes chunks 0; choose n3 to n10"),
         ((2, Element.BF16, 3), "n_warps 3"),
         ((3, Element.BF16, 8), "chunks 0 is not from 1 to 16"),
         ((3, Element.BF16, 32, 8), "choose chunks 4, or fewer warps"),
@@ -557,7 +567,7 @@ def test_a_cluster_that_cannot_be_built_is_refused_with_a_way_out(fields, text: 
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = [*LAYER_NORM.sweep(), *RMS_NORM.sweep()]
-    steps = {f"n{step}" for step in range(3, 10)} | {"r1", "r2", "r3"}
+    steps = {f"n{step}" for step in range(3, 11)} | {"r1", "r2", "r3"}
     assert {config.step.id for config in found} == steps
     for config in found:
         chunks = config.chunks * config.thread_rows

@@ -59,6 +59,10 @@ FAULTS = {
         "n9", BF16, PROLOGUE, r"@exists st\.global\.cs", swap("@exists ", ""), None,
         OutOfBoundsError, '"r"(chunk.x)',
     ),
+    "n10: y of a chunk that does not exist is stored": Fault(
+        "n10", BF16, MAIN_LOOP, r"@exists st\.global\.cs", swap("@exists ", ""), nth(0),
+        OutOfBoundsError, '"r"(chunk.x)',
+    ),
     "a1: sums are sent to other blocks without a release": Fault(
         "a1", BF16, MAIN_LOOP, r"mbarrier\.arrive\.release", swap("release", "relaxed"), nth(0),
         RaceError, "value += sums_smem[block]",
@@ -85,6 +89,10 @@ FAULTS = {
     ),
     "a7: y of a chunk that does not exist is stored": Fault(
         "a7", BF16, MAIN_LOOP, r"@exists st\.global\.cs", swap("@exists ", ""), nth(0),
+        OutOfBoundsError, '"r"(chunk.x)',
+    ),
+    "a8: y of a chunk that does not exist is stored": Fault(
+        "a8", BF16, MAIN_LOOP, r"@exists st\.global\.cs", swap("@exists ", ""), nth(0),
         OutOfBoundsError, '"r"(chunk.x)',
     ),
     "r1: the sum of squares is not divided by the width": Fault(

@@ -38,7 +38,7 @@ GROUPS |= with_twice_the_rows(GROUPS)
 MOST_THREADS = 512  # of a row
 MOST_OF_A_BLOCK = 2**16  # bytes of a row; clusters alone compete for longer ones
 LEAST_CHUNKS = 4  # of a thread, where some shape has as many
-PERSISTENT_STEPS = ("a5", "a6")  # whose blocks have weights in shared memory
+PERSISTENT_STEPS = ("a6",)  # whose blocks have weights in shared memory
 STREAMING = ((32, (1, 2)), (512, (2, 4)), (4096, (4, 8)))
 """Chunks of a thread whose y leaves L2, of rows of up to so many chunks, by a probe on an H200."""
 HALF_WARPS = (8, 16)  # of blocks of which an SM has two or four
@@ -57,13 +57,13 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
     if width * dtype.bytes > MOST_OF_A_BLOCK:
         one_row = competing_clusters(width, dtype, HALF_CHUNKS, HALF_WARPS[-1:])
         several = competing_clusters(width, dtype, warps=ONE_BLOCK_WARPS)
-        clusters += [(step, {**shape, "rms": rms}) for step in ("a4", "a7") for shape in one_row]
+        clusters += [(step, {**shape, "rms": rms}) for step in ("a7", "a8") for shape in one_row]
         return clusters + [("a3", {**shape, "rms": rms}) for shape in several]
     found: list[tuple[str, Fields]]
     shapes = competing_shapes(width, dtype, MOST_THREADS)
     narrow = list(narrow_in_flight(width, dtype))
     if width * dtype.bytes == MOST_OF_A_BLOCK:
-        clusters += [("a7", {**shape, "rms": rms}) for shape in _of_small_blocks(width, dtype)]
+        clusters += [("a8", {**shape, "rms": rms}) for shape in _of_small_blocks(width, dtype)]
     large = [shape for shape in shapes if shape["chunks"] >= LEAST_CHUNKS] or shapes
     if rms:
         found = [*(("r1", s) for s in large), *(("r2", s) for s in narrow)]
@@ -79,9 +79,11 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
         in_flight = shapes_in_flight(large)
         found += [("n5", shape) for shape in in_flight if shape["rows_in_flight"] == 1]
     found += [
-        ("n8", shape)
+        (step, shape)
+        for step in ("n8", "n10")
         for shape in _streaming(width, dtype)
         if shape["row_threads"] >= gpu.WARP * max(2, shape["chunks"])  # else n9 has less to do
+        and (step == "n8" or shape["row_threads"] >= gpu.WARP * shape["n_warps"])
     ]
     if narrow:
         found += [("n9", {**shape, "rows_in_flight": 1}) for shape in _streaming(width, dtype)]
