@@ -190,7 +190,7 @@ ADAPTIVE_NORM = Family(
     header=PurePosixPath("kernels/adaptive_norm/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
-    simulated_budget=2_600_000,
+    simulated_budget=2_900_000,
     matrix_budget=200_000,
     also_listed=_of_longer_rows,
 )

@@ -343,6 +343,6 @@ JOINT_LINEAR = Family(
     header=PurePosixPath("kernels/joint_linear/arguments.cuh"),
     dtypes=DTYPES,
     computing=frozenset(),
-    simulated_budget=5_600_000,
+    simulated_budget=8_900_000,
     matrix_budget=450_000,
 )
