@@ -242,8 +242,8 @@ __global__ void __cluster_dims__(Kernels::value.cluster_blocks, 1, 1)
             x_rmem[k] =
                 whole::load_x(reinterpret_cast<const uint4 *>(x_gmem) + thread + k * kThreads);
         }
-        const float2 own = whole::block_moments<kDType, cfg.rms, cfg.n_threads()>(
-            x_rmem, reinterpret_cast<float2 *>(smem), zero);
+        const float2 own =
+            whole::block_moments<kDType, cfg.rms, cfg.n_threads()>(x_rmem, smem, zero);
         const Moments all = cluster_moments<kBlocks>({float(width / kBlocks), own.x, own.y},
                                                      smem + cfg.n_warps, barrier);
         const float rstd = rsqrtf(__fdividef(all.M2, width) + args.eps);

@@ -206,8 +206,7 @@ __global__ void __launch_bounds__(Kernels::value.n_threads(), Kernels::value.blo
         for (int k = 0; k < kChunks; ++k) {
             x_rmem[k] = whole::load_x(x_chunks_gmem + thread + k * kThreads);
         }
-        const auto [mean, M2] = whole::block_moments<kDType, false, kThreads>(
-            x_rmem, reinterpret_cast<float2 *>(smem), zero);
+        const auto [mean, M2] = whole::block_moments<kDType, false, kThreads>(x_rmem, smem, zero);
         const float rstd = rsqrtf(__fdividef(M2, width) + args.eps);
         if (thread == 0 && args.mean != nullptr) {
             args.mean[row] = mean;

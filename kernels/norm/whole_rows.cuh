@@ -44,11 +44,13 @@ __device__ __forceinline__ float2 lane_moments(float2 value, float n) {
     return value;
 }
 
-// Mean (x) and M2 (y) of a block's chunks; of RMS norm 0 and the sum of squares. smem: (warps).
+// Mean (x) and M2 (y) of the chunks of kThreads threads, of which a block has one set or several;
+// of RMS norm 0 and the sum of squares. smem: (1 or 2, warps of the
+// block).
 template <DType kDType, bool kRms, int kThreads, int kChunks>
-__device__ __forceinline__ float2 block_moments(const uint4 (&x_rmem)[kChunks], float2 *smem,
+__device__ __forceinline__ float2 block_moments(const uint4 (&x_rmem)[kChunks], void *smem,
                                                 uint32_t zero) {
-    constexpr int kChunk = kChunkElements<kDType>, kWarps = kThreads / 32;
+    constexpr int kChunk = kChunkElements<kDType>, kLanes = kThreads < 32 ? kThreads : 32;
     constexpr float kOwn = kChunks * kChunk; // a power of two
     float own_mean = 0.0f, squares = 0.0f, rest = 0.0f;
 #pragma unroll
@@ -75,16 +77,26 @@ __device__ __forceinline__ float2 block_moments(const uint4 (&x_rmem)[kChunks], 
         }
     }
     // Lanes count their means from that of the first, without its rounding.
-    const float first_mean = kRms ? 0.0f : __shfl_sync(0xffffffff, own_mean, 0);
+    const float first_mean = kRms ? 0.0f : __shfl_sync(0xffffffff, own_mean, 0, kLanes);
     const float origin = fabsf(first_mean) < INFINITY ? first_mean : 0.0f;
     rest = rest == rest ? rest / kOwn : 0.0f;
-    float2 value = lane_moments<kRms, 32>({own_mean - origin + rest, squares}, kOwn);
+    float2 value = lane_moments<kRms, kLanes>({own_mean - origin + rest, squares}, kOwn);
     value.x += origin;
-    if (threadIdx.x % 32 == 0) {
-        smem[threadIdx.x / 32] = value;
+    if constexpr (kThreads > 32) {
+        constexpr int kWarps = kThreads / 32;
+        const int warp = threadIdx.x / 32, read = warp / kWarps * kWarps + threadIdx.x % kWarps;
+        auto *sums_smem = static_cast<float *>(smem), *means_smem = sums_smem + blockDim.x / 32;
+        if (threadIdx.x % 32 == 0) {
+            sums_smem[warp] = value.y;
+            if constexpr (!kRms) {
+                means_smem[warp] = value.x;
+            }
+        }
+        __syncthreads(); // a warp reads what the others have written
+        value = {kRms ? 0.0f : means_smem[read], sums_smem[read]};
+        value = lane_moments<kRms, kWarps>(value, kOwn * 32.0f);
     }
-    __syncthreads(); // a warp reads what the others have written
-    return lane_moments<kRms, kWarps>(smem[threadIdx.x % kWarps], kOwn * 32.0f);
+    return value;
 }
 
 // y = (x - mean) · rstd · weight + bias, of RMS norm without mean and bias. kApart: from a chunk of

@@ -177,7 +177,7 @@ NORM_CLUSTER = Family(
             "row_fills_cluster",
             "rows that just fill the registers of a cluster, without shares and predicates",
             "kernels/norm/a8.cuh",
-            sets={"chunks": 4},
+            sets={"chunks": 2},
             traits=frozenset({HELD_BACK}),
         ),
     ),

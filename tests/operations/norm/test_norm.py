@@ -290,6 +290,7 @@ def test_rows_longer_than_the_registers_and_rows_of_a_block_are_right(text: str)
         "r3_bf16_w4_c1_t8_f1",
         "r3_fp16_w4_c1_t128_f2",
         "r3_fp32_w4_c2_t64_f1",
+        "r4_bf16_w4_c1_t8_f2",
     ],
 )
 @pytest.mark.parametrize("width", [8, 56, 64])
@@ -313,6 +314,10 @@ def test_several_rows_of_a_thread_have_whole_chunks_or_are_taken_in_turn(
         ("r3_bf16_w4_c1_t8_f1", 64),  # 8 lanes have a row
         ("r3_fp16_w4_c2_t64_f1", 1000),  # two warps, and threads without a chunk
         ("r3_fp32_w4_c1_t128_f2", 512),  # two rows of all threads
+        ("r4_bf16_w4_c1_t8_f1", 64),  # a row fills the registers; the last block lacks rows
+        ("r4_fp16_w4_c2_t64_f1", 1024),
+        ("r4_fp32_w4_c1_t128_f1", 512),
+        ("r4_fp16_w4_c2_t64_f1", 1000),
         ("a7_bf16_w8_c1_k2_rms", 4096),
         ("a8_bf16_w8_c1_k2_rms", 4096),  # a row fills the registers
         ("a8_fp32_w8_c1_k4_rms", 4096),
@@ -567,7 +572,7 @@ def test_a_cluster_that_cannot_be_built_is_refused_with_a_way_out(fields, text: 
 
 def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = [*LAYER_NORM.sweep(), *RMS_NORM.sweep()]
-    steps = {f"n{step}" for step in range(3, 11)} | {"r1", "r2", "r3"}
+    steps = {f"n{step}" for step in range(3, 11)} | {"r1", "r2", "r3", "r4"}
     assert {config.step.id for config in found} == steps
     for config in found:
         chunks = config.chunks * config.thread_rows

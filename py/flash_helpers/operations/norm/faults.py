@@ -107,6 +107,10 @@ FAULTS = {
         "r3", BF16, PROLOGUE, r"@exists st\.global\.cs", swap("@exists ", ""), None,
         OutOfBoundsError, '"r"(chunk.x)',
     ),
+    "r4: y of a chunk that does not exist is stored": Fault(
+        "r4", BF16, PROLOGUE, r"@exists st\.global\.cs", swap("@exists ", ""), None,
+        OutOfBoundsError, '"r"(chunk.x)',
+    ),
 }  # fmt: skip
 
 

@@ -67,7 +67,11 @@ def competing(problem: Norm) -> list[tuple[str, Fields]]:
     large = [shape for shape in shapes if shape["chunks"] >= LEAST_CHUNKS] or shapes
     if rms:
         found = [*(("r1", s) for s in large), *(("r2", s) for s in narrow)]
-        found += [("r3", {**shape, "rows_in_flight": 1}) for shape in _streaming(width, dtype)]
+        found += [
+            (step, {**shape, "rows_in_flight": 1})
+            for step in ("r3", "r4")
+            for shape in _streaming(width, dtype)
+        ]
         return [*found, *clusters]
     halves = [
         {"n_warps": s["n_warps"], "chunks": s["chunks"], "row_threads": s["n_warps"] * gpu.WARP}
