@@ -7,9 +7,11 @@
 
 // LSE of a query as a logarithm to base 2. A query that sees no key has -infinity, for which
 // +infinity makes its P 0.
-__device__ __forceinline__ float load_lse(const BackwardKernelArgs &args, int64_t row) {
-    const float lse = args.lse[row];
+__device__ __forceinline__ float to_base_2(float lse) {
     return lse == -INFINITY ? INFINITY : lse * kLog2e;
+}
+__device__ __forceinline__ float load_lse(const BackwardKernelArgs &args, int64_t row) {
+    return to_base_2(args.lse[row]);
 }
 
 // delta of a query is the sum of its dO · O. 16 lanes have 8 columns each, or of 64 columns 8

@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import UNORDERED_SUMS, Family, StepEntry
+from flash_helpers.registry.family import HELD_BACK, UNORDERED_SUMS, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.wgmma import (
@@ -95,6 +95,7 @@ LAST_ROUNDS = 3  # tiles of a thread block of the last of these heads, at least
 # Of a config, for which kernels are compiled.
 FLAGS = ("causal", "window", "softcap", "in_turn", "varlen")
 ANY_LENGTHS = "any_lengths"  # not of whole blocks alone
+WHOLE_BLOCKS = "whole_blocks"  # a thread block of delta_kernel has a block of queries
 MIN_SCALE = 2.0**-100  # by which the LSE of any length of small logits can be divided
 
 # Names of tensors by the members of the arguments that hold their tensor maps.
@@ -189,6 +190,8 @@ class BackwardKernelConfig(Config):
     @property
     def delta_rows(self) -> int:
         """Queries of a thread block of delta_kernel."""
+        if WHOLE_BLOCKS in self.step.traits:
+            return self.B_r
         return DELTA_THREADS * CHUNK_BYTES // ELEMENT_BYTES // self.d_head
 
     @property
@@ -652,6 +655,12 @@ BACKWARD = Family(
             "head sizes: at d_head 64 a third warpgroup computes",
             _file(17),
             opens={"d_head": (128,), "B_c": (128,), "slots": (3,)},
+        ),
+        StepEntry(
+            "walked_backwards",
+            "walked backwards: the launches around the main one begin with what is in L2",
+            _file(18),
+            traits=frozenset({WHOLE_BLOCKS, HELD_BACK}),
         ),
     ),
     targets=(TARGET,),

@@ -135,6 +135,10 @@ FAULTS = {
         DeadlockError, "barrier_wait(next.barrier(full)", options={"d_head": 64},
         kernel="gradients_kernel",
     ),
+    "b18: a thread clears a part of the sums less": Fault(
+        "b18", BF16, MAIN_LOOP, r"st\.global\.v4", drop, nth(0), quantity="dq",
+        kernel="delta_kernel",
+    ),
     "m1: P is read before the warpgroup of dV has stored it": Fault(
         "m1", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
         "setp.eq.u32 done, 0, 0;"), nth(1), UninitialisedReadError, "load_smem_16(P_own_smem",
