@@ -662,6 +662,12 @@ BACKWARD = Family(
             _file(18),
             traits=frozenset({WHOLE_BLOCKS, HELD_BACK}),
         ),
+        StepEntry(
+            "late_turns",
+            "late turns: a turn ends behind the products of the next block, not before them",
+            _file(19),
+            traits=frozenset({HELD_BACK}),
+        ),
     ),
     targets=(TARGET,),
     kernels=MappingProxyType(dict.fromkeys((DELTA, DQ, DKDV, GRADIENTS, CONVERT), ARGUMENTS)),

@@ -139,6 +139,10 @@ FAULTS = {
         "b18", BF16, MAIN_LOOP, r"st\.global\.v4", drop, nth(0), quantity="dq",
         kernel="delta_kernel",
     ),
+    "b19: a tile ends its last turn alone": Fault(
+        "b19", BF16, MAIN_LOOP, r"st\.release\.gpu", drop, nth(0), InstructionLimitError,
+        "load_acquire", options={"in_turn": True}, kernel="gradients_kernel",
+    ),
     "m1: P is read before the warpgroup of dV has stored it": Fault(
         "m1", BF16, MAIN_LOOP, r"mbarrier\.try_wait", swap(r"mbarrier\S+ done, .*;",
         "setp.eq.u32 done, 0, 0;"), nth(1), UninitialisedReadError, "load_smem_16(P_own_smem",
