@@ -1,5 +1,5 @@
 #pragma once
-// What comes before the main kernel and behind it, of one block of 64 queries. Blocks are numbered
+// The work before the main kernel and behind it, of one block of 64 queries. Blocks are numbered
 // over all heads.
 
 #include "kernels/backward/sequences.cuh"

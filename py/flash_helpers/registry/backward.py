@@ -664,7 +664,7 @@ BACKWARD = Family(
         ),
         StepEntry(
             "late_turns",
-            "late turns: a turn ends behind the products of the next block, not before them",
+            "late turns: a turn ends when the next dS is there, not right behind the additions",
             _file(19),
             traits=frozenset({HELD_BACK}),
         ),
