@@ -188,11 +188,14 @@ class BackwardKernelConfig(Config):
         return self.in_turn or super().is_deterministic
 
     @property
+    def rows_at_once(self) -> int:
+        """Queries of which the threads of delta_kernel have a chunk each."""
+        return DELTA_THREADS * CHUNK_BYTES // ELEMENT_BYTES // self.d_head
+
+    @property
     def delta_rows(self) -> int:
         """Queries of a thread block of delta_kernel."""
-        if WHOLE_BLOCKS in self.step.traits:
-            return self.B_r
-        return DELTA_THREADS * CHUNK_BYTES // ELEMENT_BYTES // self.d_head
+        return self.B_r if WHOLE_BLOCKS in self.step.traits else self.rows_at_once
 
     @property
     def warpgroups(self) -> int:
@@ -300,7 +303,7 @@ class BackwardKernelConfig(Config):
             max_stride=MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
             # a head's queries may take a block more than they fill
-            max_tiles=gpu.MAX_GRID[0] // (self.B_r // self.delta_rows) // (2 if any_length else 1),
+            max_tiles=gpu.MAX_GRID[0] // (self.B_r // self.rows_at_once) // (1 + any_length),
             max_length=self._max_length,
             B_r=self.B_r,
             B_c=self.B_c,
@@ -675,6 +678,6 @@ BACKWARD = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=19_000_000,
-    matrix_budget=98_000_000,
+    matrix_budget=131_000_000,
     also_listed=configs_with_flags,
 )
