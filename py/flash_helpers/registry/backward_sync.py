@@ -47,7 +47,7 @@ from flash_helpers.registry.config import (
     number,
     with_flags,
 )
-from flash_helpers.registry.family import UNORDERED_SUMS, Family, Step, StepEntry
+from flash_helpers.registry.family import HELD_BACK, UNORDERED_SUMS, Family, Step, StepEntry
 from flash_helpers.registry.mma_sync import (
     CHUNK_BYTES,
     DTYPES,
@@ -507,6 +507,12 @@ BACKWARD_SYNC = Family(
             "a warp multiplies for dV or for dK, of twice as many keys",
             _file(5),
             traits=frozenset({ROLES}),
+        ),
+        StepEntry(
+            "products_side_by_side",
+            "a warp multiplies for two products at once: for a sum, and for scores or dQ",
+            _file(6),
+            traits=frozenset({HELD_BACK}),
         ),
     ),
     targets=TARGETS,

@@ -56,6 +56,10 @@ FAULTS = {
         "p5", BF16, MAIN_LOOP, r"bar\.sync .*, 64;", drop, None, RaceError, "load_smem_16(",
         kernel="gradients_kernel",
     ),
+    "p6: dS is not cleared before the first block": Fault(
+        "p6", BF16, PROLOGUE, r"st\.shared\.v4", drop, None, UninitialisedReadError,
+        "ldmatrix_x4_trans(dS_rmem", kernel="gradients_kernel",
+    ),
     "b1: P^T and dS^T are not handed over to the asynchronous proxy": Fault(
         "b1", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError,
         "store_transposed", kernel="dkdv_kernel",
