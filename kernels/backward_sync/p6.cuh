@@ -8,13 +8,13 @@
 //   likewise. Before the first block dS is zeros, which are added to a sum, so that no branch parts
 //   the two products.
 //
-// Why: a scheduler has two warps, and one of them often waits at a barrier. In p5 each step of S or
-// dP is 4 mma that add to the sums of the step before. It takes the latency of mma, about 33
+// Why: a scheduler has two warps, and one of them often waits at a barrier. In p5 each step of S
+// or dP is 4 mma that add to the sums of the step before. It takes the latency of mma, about 33
 // cycles, where the tensor cores need 24, and a step of dQ waits for its own ldmatrix too. Per 32
 // queries a warp has 24 such steps: here 16 of them lie beside 4 mma of dV or dK that wait for no
-// sums. The work is the same: 3840 cycles of mma and 4480 of shared memory per 64 x 128 scores, for
-// which p5 takes about 9000 cycles. S or dP needs 16 registers more beside dV or dK. Expected: 1.1
-// times as fast as p5.
+// sums. The work is the same: 3840 cycles of mma and 4480 of shared memory per 64 x 128 scores,
+// for which p5 takes about 9000 cycles. S or dP needs 16 registers more beside dV or dK.
+// Expected: 1.1 times as fast as p5.
 //
 // Verdict: not measured yet.
 //
