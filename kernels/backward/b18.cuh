@@ -12,6 +12,8 @@
 // Expected: half of the L2 cache is found again twice, 50 MB of 470: 12 of 240 us at length 512,
 // 5%; less of longer ones, and nothing where all tensors fit into the L2 cache.
 //
+// benchmark:begin
+// benchmark:end
 // Verdict: not measured yet.
 //
 // Phases of gradients_kernel: as b16, whose third warpgroup is the last.

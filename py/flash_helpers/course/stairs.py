@@ -39,6 +39,7 @@ FIXED, LARGE = "fixed", "large"  # tiles of a family that takes both; fields of 
 OWN = "own"  # the one tile of a family that takes no large one
 
 _SIZE = (6.0, 2.1)  # inches
+CROWDED = 18  # steps; of more the labels are numbers alone
 _LIT = "#2ea04359"
 _COLOURS: Mapping[str, str] = {FIXED: BLUE, LARGE: ORANGE, OWN: ORANGE}
 _STYLE = '<style>[id^="step-"]{opacity:0}[id^="step-"]:target{opacity:1}</style>'
@@ -127,7 +128,7 @@ def stairs_figure(numbers: Numbers) -> Figure:
             axes.legend(loc="lower right", frameon=False, ncols=2)
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, 1.08 * max([*measured, *lines.values()]))
-        is_crowded = len(steps) > 20
+        is_crowded = len(steps) > CROWDED
         labels = [step.lstrip(ascii_lowercase) if is_crowded else step for step in steps]
         axes.set_xticks(range(len(steps)), labels, fontsize=8 if is_crowded else 10)
         axes.set_ylabel(f"% of {next(iter(lines))}")
