@@ -191,6 +191,6 @@ ADAPTIVE_NORM = Family(
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
     simulated_budget=2_900_000,
-    matrix_budget=200_000,
+    matrix_budget=1_000_000,
     also_listed=_of_longer_rows,
 )

@@ -678,6 +678,6 @@ BACKWARD = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=19_000_000,
-    matrix_budget=131_000_000,
+    matrix_budget=170_000_000,
     also_listed=configs_with_flags,
 )

@@ -523,6 +523,6 @@ BACKWARD_SYNC = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=15_000_000,
-    matrix_budget=25_000_000,
+    matrix_budget=40_000_000,
     also_listed=listed_variants,
 )

@@ -344,5 +344,5 @@ JOINT_LINEAR = Family(
     dtypes=DTYPES,
     computing=frozenset(),
     simulated_budget=8_900_000,
-    matrix_budget=450_000,
+    matrix_budget=1_000_000,
 )

@@ -235,7 +235,7 @@ LAYER_NORM = Family(
     dtypes=_DTYPES,
     computing=frozenset(),
     simulated_budget=9_000_000,
-    matrix_budget=3_800_000,
+    matrix_budget=6_000_000,
 )
 
 RMS_NORM = Family(

@@ -187,6 +187,6 @@ NORM_CLUSTER = Family(
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
     simulated_budget=44_000_000,
-    matrix_budget=29_500_000,
+    matrix_budget=40_000_000,
     also_listed=_of_rms,
 )

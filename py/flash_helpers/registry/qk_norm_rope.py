@@ -177,5 +177,5 @@ QK_NORM_ROPE = Family(
     dtypes=(Element.FP16, Element.BF16),
     computing=frozenset(),
     simulated_budget=2_650_000,
-    matrix_budget=200_000,
+    matrix_budget=1_000_000,
 )
