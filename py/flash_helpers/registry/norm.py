@@ -234,7 +234,7 @@ LAYER_NORM = Family(
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=9_000_000,
+    simulated_budget=5_500_000,
     matrix_budget=6_000_000,
 )
 
@@ -282,6 +282,6 @@ RMS_NORM = Family(
     header=_HEADER,
     dtypes=_DTYPES,
     computing=frozenset(),
-    simulated_budget=3_000_000,
+    simulated_budget=1_700_000,
     matrix_budget=900_000,
 )

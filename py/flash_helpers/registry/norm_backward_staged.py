@@ -206,7 +206,7 @@ NORM_BACKWARD_STAGED = Family(
     header=PurePosixPath("kernels/norm_backward/staged.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=14_000_000,
+    simulated_budget=10_000_000,
     matrix_budget=17_500_000,
     also_listed=_of_rms,
 )

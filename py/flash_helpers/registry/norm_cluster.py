@@ -186,7 +186,7 @@ NORM_CLUSTER = Family(
     header=PurePosixPath("kernels/norm/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=44_000_000,
+    simulated_budget=23_500_000,
     matrix_budget=40_000_000,
     also_listed=_of_rms,
 )
